@@ -1,0 +1,29 @@
+# Two commands: `make run` (set up, audit the embedded network) and `make test` (set up, all tests).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test lint picture clean
+
+run: $(STAMP)
+	$(BIN)/lipbound audit demo
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+picture: $(STAMP)
+	$(BIN)/python docs/picture.py
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)

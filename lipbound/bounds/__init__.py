@@ -1,0 +1,46 @@
+"""Bounds: proved to be at least σ1 of the layer, in floating point too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lipbound.bounds.energies import frobenius, lipbound
+from lipbound.bounds.fantastic_four import fantastic_four
+from lipbound.bounds.gram import gram
+from lipbound.geometry import Layer
+from lipbound.methods import call
+
+BOUNDS: dict[str, Callable[..., Tensor]] = {
+    "lipbound": lipbound,
+    "frobenius": frobenius,
+    "fantastic_four": fantastic_four,
+    "gram": gram,
+}
+"""Name → function of a layer. The tests and the command line read this table."""
+
+
+def bound(layer: Layer, method: str = "lipbound", **options: object) -> Tensor:
+    """A number proved to be at least the layer's largest singular value, whatever the input size.
+
+    Args:
+        layer: ``nn.Conv*d``, ``nn.ConvTranspose*d``, or a weight tensor with the options
+            ``stride``, ``dilation``, ``groups``, ``padding``, ``padding_mode``, ``transposed``.
+        method: A name in ``BOUNDS``.
+        options: The method's own options; ``input_shape`` where the size is known, which
+            tightens circular, reflect and replicate padding.
+
+    Returns:
+        A scalar in the weights' precision (float32 at least), differentiable.
+
+    Raises:
+        ValueError, TypeError: Naming the input that cannot be bounded and what to do.
+
+    Example:
+        >>> import torch
+        >>> kernel = torch.tensor([[[1.0, -1.0]]])  # a difference: |F(ω)| = 2|sin(ω/2)|
+        >>> 2 <= float(bound(kernel)) <= 2.01
+        True
+    """
+    return call(BOUNDS, "bound", method, layer, options)

@@ -1,0 +1,149 @@
+r"""What floating point can do to a bound, and how it is paid for.
+
+Every bound is computed in float64, whatever the weights' precision (they convert exactly), on a
+kernel divided by a power of two near its largest entry, and is then enlarged by an a-priori bound
+of its rounding error. Notation: :math:`u = 2^{-53}`, :math:`\gamma_k = ku/(1 - ku)`. A float64
+inner product of length k, in any order, with or without fused multiply-adds, errs by at most
+:math:`\gamma_k \sum |x_i y_i|` (Higham, *Accuracy and Stability*, §3.1); a complex one by at most
+:math:`\sqrt2\,\gamma_{2k}\sum|x_i||y_i|`, being two real ones of length 2k.
+
+The guarantee speaks of the real-arithmetic layer with exactly these weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lipbound.geometry import Convolution
+from lipbound.symbol import taps
+
+UNIT = 2.0**-53
+
+
+def gamma(count: float) -> float:
+    """Relative error of ``count`` consecutive float64 roundings."""
+    return count * UNIT / (1 - count * UNIT)
+
+
+def gamma_complex(count: float) -> float:
+    """The same for a complex inner product of length ``count``."""
+    return math.sqrt(2) * gamma(2 * count)
+
+
+def symbol_error(sizes: Sequence[int]) -> float:
+    r"""Error of a computed symbol's entries, relative to :math:`\sum_h |K_h|` entry by entry.
+
+    An angle h·ω is a short inner product of numbers below 2πm, off by a few u of its size; its
+    sine and cosine add one rounding, the sum over the taps the rest.
+    """
+    angle = 4 * math.pi * sum(sizes) + 8
+    return gamma_complex(math.prod(sizes) + angle)
+
+
+class Scaled:
+    """A layer's taps in float64, divided by a power of two; :meth:`finish` undoes it, upwards.
+
+    A zero kernel is replaced by one that is not, and its bound multiplied by zero: bound and
+    gradient are then exactly zero and no method has to think of it.
+    """
+
+    def __init__(self, conv: Convolution):
+        coefficients = double(taps(conv))
+        with torch.no_grad():
+            largest = coefficients.abs().amax()
+            self.zero = largest == 0
+            exponent = torch.where(self.zero, 1.0, largest).log2().floor()
+            # Halved exponents: 2^-e overflows for the smallest subnormals.
+            half = (exponent / 2).floor()
+            self.scales = (half.exp2(), (exponent - half).exp2())
+        coefficients = coefficients + self.zero.to(coefficients.dtype)
+        self.taps = coefficients / self.scales[0] / self.scales[1]  # (groups, rows, columns, *m)
+        self.gain = conv.padding_gain()
+        kernel = conv.kernel
+        self.dtype = torch.promote_types(kernel.dtype, torch.float32)
+        self.device = kernel.device
+
+    def finish(self, value: Tensor, relative: float) -> Tensor:
+        """Enlarge by the relative error (and the last few roundings), rescale, round up."""
+        value = value * (self.gain * (1 + relative + 16 * UNIT))
+        value = value * self.scales[0] * self.scales[1]
+        value = torch.where(self.zero, value * 0, value)
+        return round_up(value, self.dtype).to(self.device)
+
+
+def double(tensor: Tensor) -> Tensor:
+    """To float64; on a device that has none, by way of the CPU."""
+    if tensor.device.type == "mps":
+        tensor = tensor.cpu()
+    return tensor.to(torch.float64)
+
+
+def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a non-negative float64 number, never downwards; zero stays zero. Differentiable."""
+    cast = value.to(dtype)
+    with torch.no_grad():
+        above = torch.nextafter(cast, torch.full_like(cast, math.inf))
+        # Neighbouring floats differ exactly; an infinite bound has no neighbour above.
+        step = torch.where((value > 0) & torch.isfinite(cast), above - cast, 0.0)
+    return cast + step
+
+
+def spectral_norm_above(matrices: Tensor) -> Tensor:
+    r"""σ1 of each float64 or complex128 matrix, from above, proved by a Cholesky factorization.
+
+    With A n×N, n ≤ N, and G = AA*: an eigensolver suggests t near λ1(G); if B = tI − G has a
+    Cholesky factor in floating point, then B ⪰ −ε·I, so σ1(A)² ≤ t + ε, where ε adds up
+
+    * the product: :math:`\|\hat G - G\| \leq \gamma^c_N \|A\|_F^2`;
+    * the factor L: :math:`LL^* = \hat B + \Delta`, :math:`|\Delta| \leq \gamma^c_{n+1}|L||L|^*`
+      (Higham, Theorem 10.3), hence :math:`\|\Delta\| \leq \gamma^c_{n+1}\|L\|_F^2` and
+      :math:`\|L\|_F^2 \leq \mathrm{tr}\hat B/(1 - \gamma^c_{n+1})`.
+
+    Where the factorization breaks down, t grows until it succeeds: the suggestion decides how
+    tight the bound is, never whether it holds. The gradient is that of u*Av at the suggested
+    singular vectors.
+
+    Args:
+        matrices: ``(batch, m, n)``.
+
+    Returns:
+        ``(batch,)`` float64.
+
+    Example:
+        >>> float(spectral_norm_above(torch.diag(torch.tensor([3.0, 4.0])).double()[None])) >= 4
+        True
+    """
+    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mH
+    with torch.no_grad():
+        gram = wide @ wide.mH
+        values, vectors = torch.linalg.eigh(gram)
+        left = vectors[..., -1:]  # (batch, n, 1)
+        right = wide.mH @ left
+        right = right / torch.linalg.vector_norm(right, dim=-2, keepdim=True).clamp_min(1e-300)
+        upper = proved_eigenvalue(gram, values[..., -1], inner=wide.shape[-1]).sqrt()
+    attained = (left.mH @ wide @ right).squeeze(-1).squeeze(-1).real
+    ratio = upper / attained.detach().clamp_min(1e-300)
+    return torch.where(attained > 0, attained * ratio, upper)
+
+
+def proved_eigenvalue(gram: Tensor, suggestion: Tensor, inner: int) -> Tensor:
+    """λ1 from above for computed Gram matrices of inner length ``inner``, near ``suggestion``."""
+    size = gram.shape[-1]
+    trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)  # ‖A‖_F², up to rounding
+    identity = torch.eye(size, dtype=gram.dtype, device=gram.device)
+    factor = gamma_complex(size + 1) / (1 - gamma_complex(size + 1)) + 2 * UNIT
+    product = gamma_complex(inner + size) * trace  # + size: the trace's own rounding
+    level = suggestion.clamp_min(0.0) + product + 1e-300
+    growth = 4 * size * UNIT
+    while True:
+        level = level * (1 + growth)
+        gap = level[..., None, None] * identity - gram
+        failed = torch.linalg.cholesky_ex(gap).info != 0
+        if not bool(failed.any()):
+            gap_trace = gap.diagonal(dim1=-2, dim2=-1).real.sum(-1)
+            return (level + factor * gap_trace * (1 + size * 2 * UNIT) + product) * (1 + 8 * UNIT)
+        growth *= 8

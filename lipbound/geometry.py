@@ -1,0 +1,298 @@
+"""Read any convolution, a module or a bare kernel, into one plain description.
+
+Everything else in the package takes what :func:`convolution` returns, so a layer is read, and a
+bad one refused, in exactly one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+Layer = Any  # nn.Module | Tensor | Convolution; `Any` keeps singledispatch and torch.compile simple
+
+NUMPY_MODES = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution's kernel and geometry, D spatial axes (D = 0: a matrix, as in Linear).
+
+    Attributes:
+        kernel: ``(cout, cin / groups, *spatial)``. A transposed convolution is the adjoint of an
+            ordinary one with the very same weight tensor; ``kernel`` is that one's.
+        stride: Per axis.
+        dilation: Per axis.
+        groups: Number of independent channel blocks.
+        padding: ``(before, after)`` per axis.
+        padding_mode: ``'zeros'``, ``'circular'``, ``'reflect'`` or ``'replicate'``.
+        transposed: Whether the layer is the adjoint of the convolution described.
+        output_padding: Extra rows of a transposed layer's output, per axis.
+        input_size: The layer's spatial input size, or ``None`` for "any size".
+    """
+
+    kernel: Tensor
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding: tuple[tuple[int, int], ...]
+    padding_mode: str
+    transposed: bool
+    output_padding: tuple[int, ...]
+    input_size: tuple[int, ...] | None
+
+    @property
+    def dims(self) -> int:
+        return self.kernel.ndim - 2
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """How far apart the first and the last tap are, per axis: a·(s − 1)."""
+        sizes = self.kernel.shape[2:]
+        return tuple(a * (s - 1) for a, s in zip(self.dilation, sizes, strict=True))
+
+    @property
+    def in_channels(self) -> int:
+        cout, cin = self.kernel.shape[:2]
+        return int(cout if self.transposed else cin * self.groups)
+
+    @property
+    def out_channels(self) -> int:
+        cout, cin = self.kernel.shape[:2]
+        return int(cin * self.groups if self.transposed else cout)
+
+    def output_size(self, size: Sequence[int]) -> tuple[int, ...]:
+        """Spatial output size for the spatial input size ``size``."""
+        axes = zip(size, self.spans, self.stride, self.padding, self.output_padding, strict=True)
+        if self.transposed:
+            return tuple((n - 1) * t + w + 1 - sum(p) + extra for n, w, t, p, extra in axes)
+        return tuple((n + sum(p) - w - 1) // t + 1 for n, w, t, p, _ in axes)
+
+    def pixels(self, axis: int, size: int) -> NDArray[np.int64]:
+        """The input index that each padded position shows, −1 for a zero."""
+        source, pad = np.arange(size), self.padding[axis]
+        if self.padding_mode == "zeros":
+            return np.pad(source, pad, constant_values=-1)
+        return np.pad(source, pad, NUMPY_MODES[self.padding_mode])  # type: ignore[call-overload]
+
+    def symbol_stride(self) -> tuple[int, ...]:
+        """The stride whose polyphase symbol bounds this layer, per axis.
+
+        Dilation and stride reduce each other: taps at a·h, split by residue mod t, touch only the
+        residues that are multiples of g = gcd(a, t), and what is left (a/g coprime to t/g) gives
+        each phase every (t/g)-th tap, at frequency (a/g)·ω and up to a unit phase per column. The
+        supremum is that of dilation 1 and stride t/g.
+
+        Circular padding wraps around n pixels, so the rows kept by a stride t lie on the multiples
+        of gcd(t, n) and no coarser lattice: without knowing n, on all pixels.
+        """
+        strides = self.stride
+        if self.padding_mode == "circular":
+            sizes = self.input_size or (1,) * self.dims
+            strides = tuple(math.gcd(t, n) for t, n in zip(strides, sizes, strict=True))
+        return tuple(t // math.gcd(a, t) for a, t in zip(self.dilation, strides, strict=True))
+
+    def padding_gain(self) -> float:
+        """Norm of the padding operator: √(largest number of copies of one pixel), axes multiply.
+
+        The layer is a zero-padded convolution after P, and PᵀP is diagonal with those counts.
+        For circular padding it is rather the circulant's rows that repeat, when the output is
+        longer than the input. Without an input size the count holds for every size.
+        """
+        return math.sqrt(math.prod([self._copies(axis) for axis in range(self.dims)]))
+
+    def _copies(self, axis: int) -> int:
+        before, after = self.padding[axis]
+        mode, size = self.padding_mode, self.input_size
+        if mode == "zeros":
+            return 1
+        if mode == "circular":
+            if size is not None:
+                distinct = size[axis] // math.gcd(size[axis], self.stride[axis])
+                return math.ceil(self.output_size(size)[axis] / distinct)
+            excess = before + after - self.spans[axis]
+            return 1 if excess <= 0 else 1 + math.ceil(excess / max(before, after))
+        if size is not None:
+            return int(np.bincount(self.pixels(axis, size[axis])).max())
+        if mode == "reflect":
+            return 1 + (before > 0) + (after > 0)
+        return 1 + before + after  # replicate, one pixel wide
+
+
+def convolution(
+    layer: Layer,
+    *,
+    stride: int | Sequence[int] | None = None,
+    dilation: int | Sequence[int] | None = None,
+    groups: int | None = None,
+    padding: str | int | Sequence[int] | None = None,
+    padding_mode: str | None = None,
+    transposed: bool | None = None,
+    output_padding: int | Sequence[int] | None = None,
+    input_shape: Sequence[int] | None = None,
+) -> Convolution:
+    """Read a layer, or a bare kernel with options, into a :class:`Convolution`.
+
+    Args:
+        layer: ``nn.Conv*d``, ``nn.ConvTranspose*d``, ``nn.Linear``, or a weight tensor
+            ``(cout, cin / groups, *spatial)`` (transposed: ``(cin, cout / groups, *spatial)``).
+        stride: For a bare kernel, as all below but the last; one int or one per axis. Default 1.
+        dilation: Default 1.
+        groups: Default 1.
+        padding: ``'same'`` (default), ``'valid'``, or the amount on both sides.
+        padding_mode: ``'zeros'`` (default), ``'circular'``, ``'reflect'``, ``'replicate'``.
+        transposed: Default ``False``.
+        output_padding: For transposed kernels. Default 0.
+        input_shape: ``(*spatial)`` or ``(cin, *spatial)``: narrows what holds for every input
+            size to what holds for this one.
+
+    Raises:
+        TypeError: If it is no convolution, or its weights are no real floating-point tensor.
+        ValueError: If the kernel or an option makes no sense.
+
+    Example:
+        >>> convolution(nn.Conv2d(3, 8, 5, stride=2, padding=2)).stride
+        (2, 2)
+    """
+    options = {
+        "stride": stride,
+        "dilation": dilation,
+        "groups": groups,
+        "padding": padding,
+        "padding_mode": padding_mode,
+        "transposed": transposed,
+        "output_padding": output_padding,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(layer, nn.Module | Convolution) and given:
+        name = next(iter(given))
+        raise TypeError(
+            f"{name}={given[name]!r} was given with {type(layer).__name__}, which has its own; "
+            f"leave it out, or pass the weight tensor"
+        )
+    if isinstance(layer, Convolution):
+        conv = layer
+        return conv if input_shape is None else _with_input_shape(conv, input_shape)
+    if isinstance(layer, _ConvNd):
+        given = {name: getattr(layer, name) for name in options}
+        kernel = layer.weight
+    elif isinstance(layer, nn.Linear):
+        kernel = layer.weight
+    elif isinstance(layer, Tensor):
+        kernel = layer
+    else:
+        raise TypeError(
+            f"expected a convolution, nn.Linear or a weight tensor, got {type(layer).__name__}; "
+            f"for other layers use lipschitz(layer)"
+        )
+    check_kernel(kernel)
+
+    dims = kernel.ndim - 2
+    mode = given.get("padding_mode", "zeros")
+    if mode not in NUMPY_MODES:
+        raise ValueError(f"padding_mode={mode!r} is not one of {', '.join(NUMPY_MODES)}")
+    group_count = given.get("groups", 1)
+    if not isinstance(group_count, int) or group_count < 1 or kernel.shape[0] % group_count:
+        raise ValueError(
+            f"groups={group_count!r} does not divide the kernel's first axis, {kernel.shape[0]}"
+        )
+    dilations = _per_axis("dilation", given.get("dilation", 1), dims, least=1)
+    conv = Convolution(
+        kernel=kernel,
+        stride=_per_axis("stride", given.get("stride", 1), dims, least=1),
+        dilation=dilations,
+        groups=group_count,
+        padding=_paddings(given.get("padding", "same"), kernel.shape[2:], dilations),
+        padding_mode=mode,
+        transposed=bool(given.get("transposed", False)),
+        output_padding=_per_axis("output_padding", given.get("output_padding", 0), dims, least=0),
+        input_size=None,
+    )
+    if conv.transposed and mode != "zeros":
+        raise ValueError(f"padding_mode={mode!r} with a transposed convolution; use 'zeros'")
+    return conv if input_shape is None else _with_input_shape(conv, input_shape)
+
+
+def check_kernel(kernel: Tensor) -> None:
+    """Refuse what is no finite, real, non-empty floating-point kernel, and say what to do."""
+    compiling = torch.compiler.is_compiling()  # a graph cannot branch on values
+    if not compiling and is_lazy(kernel):
+        raise ValueError(
+            "the layer is lazy and has no weights yet; run one batch through it, then ask again"
+        )
+    shape = tuple(kernel.shape)
+    if not 2 <= kernel.ndim <= 5:
+        raise ValueError(
+            f"a kernel has 2 (a matrix) to 5 axes, (cout, cin, *spatial); got shape {shape}"
+        )
+    if kernel.numel() == 0:
+        raise ValueError(f"the kernel is empty, shape {shape}; every axis must be at least 1")
+    if not kernel.is_floating_point():
+        kind = "complex" if kernel.is_complex() else "not floating-point"
+        raise TypeError(
+            f"the kernel's dtype {kernel.dtype} is {kind}; pass real weights, kernel.float() say"
+        )
+    if kernel.is_meta:
+        raise ValueError(f"the kernel of shape {shape} is on the meta device and has no values")
+    if kernel.layout is not torch.strided:
+        raise TypeError(f"the kernel's layout {kernel.layout} is not dense; use kernel.to_dense()")
+    if not compiling and not bool(torch.isfinite(kernel).all()):
+        bad = int((~torch.isfinite(kernel)).sum())
+        raise ValueError(
+            f"the kernel of shape {shape} has {bad} NaN or infinite value(s); "
+            f"a bound needs finite weights"
+        )
+
+
+def _with_input_shape(conv: Convolution, shape: Sequence[int]) -> Convolution:
+    shape = tuple(int(n) for n in shape)
+    size = shape[-conv.dims :] if conv.dims else ()
+    expected = f"({', '.join(['n'] * conv.dims)}) or ({conv.in_channels}, ...)"
+    if len(shape) - conv.dims not in (0, 1) or any(n < 1 for n in shape):
+        raise ValueError(f"input_shape={shape} does not fit the layer; it takes {expected}")
+    if len(shape) > conv.dims and shape[0] != conv.in_channels:
+        raise ValueError(
+            f"input_shape={shape} has {shape[0]} channels, the layer takes {conv.in_channels}"
+        )
+    limit = {"reflect": 1, "circular": 0}.get(conv.padding_mode)
+    for n, pair in zip(size, conv.padding, strict=True):
+        if limit is not None and max(pair) > n - limit:
+            raise ValueError(
+                f"{conv.padding_mode} padding {max(pair)} is wider than the input {size} allows; "
+                f"it needs at least {max(pair) + limit} pixels on that axis"
+            )
+    if any(n < 1 for n in conv.output_size(size)):
+        raise ValueError(
+            f"input_shape={shape} is smaller than the kernel {tuple(conv.kernel.shape)} reaches; "
+            f"the output would be empty"
+        )
+    return replace(conv, input_size=size)
+
+
+def _per_axis(name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(values) != dims or not all(isinstance(v, int) and v >= least for v in values):
+        raise ValueError(
+            f"{name}={value!r} must be one integer ≥ {least}, or {dims} of them, one per axis"
+        )
+    return values
+
+
+def _paddings(value: Any, sizes: Sequence[int], dilation: Sequence[int]) -> tuple[Any, ...]:
+    if value == "same":
+        totals = [a * (s - 1) for a, s in zip(dilation, sizes, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    if value == "valid":
+        value = 0
+    if isinstance(value, str):
+        raise ValueError(f"padding={value!r} is not 'same', 'valid', an integer or one per axis")
+    return tuple((p, p) for p in _per_axis("padding", value, len(sizes), least=0))

@@ -1,0 +1,296 @@
+r"""Toeplitz operators and the matrices of layers: the paper's theory, and the oracle of every test.
+
+A generating function :math:`f(\omega) = \sum_h a_h e^{ih\cdot\omega}` gives the matrix with entry
+:math:`a_{j-i}` at (i, j): T(f) in one variable, block T(F) when the coefficients are matrices,
+D(f), doubly-block Toeplitz, in two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from lipbound.geometry import Convolution, Layer, convolution
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+    from scipy.sparse.linalg import LinearOperator
+
+DENSE = 1500  # below this many rows or columns LAPACK's SVD is quicker than Lanczos
+
+
+def coefficients(
+    generator: Callable[..., NDArray[Any]], degree: int | Sequence[int]
+) -> NDArray[np.complex128]:
+    r"""Fourier coefficients :math:`a_h = (2\pi)^{-D}\int e^{-ih\cdot\omega} f(\omega)\,d\omega`.
+
+    The integral over a trigonometric polynomial is a finite sum, so this is exact.
+
+    Args:
+        generator: f, called with one array of frequencies per variable; it returns their values,
+            trailing axes holding a matrix-valued f's blocks.
+        degree: Degree per variable (one int: one variable).
+
+    Returns:
+        ``(2d_1 + 1, ..., 2d_D + 1, *block)``, index 0 for h = −d.
+
+    Example:
+        >>> coefficients(lambda w: 2 * np.cos(w), 1).real.round(12) + 0.0
+        array([1., 0., 1.])
+    """
+    degrees = (degree,) if isinstance(degree, int) else tuple(degree)
+    axes = [2 * np.pi * np.arange(2 * d + 1) / (2 * d + 1) for d in degrees]
+    values = np.asarray(generator(*np.meshgrid(*axes, indexing="ij")), dtype=complex)
+    spectrum = np.fft.fftn(values, axes=range(len(degrees)))
+    spectrum = spectrum / math.prod(2 * d + 1 for d in degrees)
+    return np.fft.fftshift(spectrum, axes=range(len(degrees)))
+
+
+def toeplitz(coefs: NDArray[Any], sizes: int | Sequence[int]) -> NDArray[Any]:
+    r"""The Toeplitz matrix with entry :math:`a_{j-i}` at (i, j), D-fold, with matrix blocks.
+
+    ``toeplitz(a, n)`` is T(f); ``toeplitz(A, n)`` with ``A`` of shape ``(2d+1, p, q)`` is block
+    T(F); ``toeplitz(a, (n, m))`` is D(f).
+
+    Args:
+        coefs: ``(2d_1 + 1, ..., 2d_D + 1)`` or ``(2d_1 + 1, ..., 2d_D + 1, p, q)``.
+        sizes: n per variable.
+
+    Returns:
+        A dense matrix, ``(prod(n)·p, prod(n)·q)``.
+
+    Example:
+        >>> toeplitz(np.array([3, 1, 2]), 3)  # a_-1, a_0, a_1
+        array([[1, 2, 0],
+               [3, 1, 2],
+               [0, 3, 1]])
+    """
+    return _lattice(coefs, sizes, lambda i, j: j - i)
+
+
+def hankel(
+    coefs: NDArray[Any],
+    sizes: Sequence[int],
+    index: Sequence[Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]],
+) -> NDArray[Any]:
+    r"""The matrices H^α of the paper's generalized Widom identity: entry :math:`a_{\alpha(i, j)}`.
+
+    Args:
+        coefs: ``(2d_1 + 1, ..., 2d_D + 1)``.
+        sizes: n per variable.
+        index: Per variable, the coefficient's index from row and column, ``i + j + 1`` say.
+    """
+    return _lattice(coefs, sizes, *index)
+
+
+def _lattice(
+    coefs: NDArray[Any],
+    sizes: int | Sequence[int],
+    *index: Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]],
+) -> NDArray[Any]:
+    sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    index = index if len(index) == len(sizes) else index * len(sizes)
+    dims = len(sizes)
+    blocks = coefs.reshape(*coefs.shape, 1, 1) if coefs.ndim == dims else coefs
+    reach = [
+        rule(*np.ix_(np.arange(n), np.arange(n))) for rule, n in zip(index, sizes, strict=True)
+    ]
+    taken = blocks
+    for axis, wanted in enumerate(reach):
+        degree = blocks.shape[axis] // 2
+        inside = np.abs(wanted) <= degree
+        taken = np.take(taken, np.where(inside, wanted + degree, 0), axis=2 * axis)
+        mask = inside.reshape((1,) * (2 * axis) + inside.shape + (1,) * (taken.ndim - 2 * axis - 2))
+        taken = taken * mask
+    # axes are now (i1, j1, i2, j2, ..., p, q)
+    order = [*range(0, 2 * dims, 2), 2 * dims, *range(1, 2 * dims, 2), 2 * dims + 1]
+    rows = math.prod(sizes) * taken.shape[-2]
+    return taken.transpose(order).reshape(rows, -1)
+
+
+def operator_matrix(layer: Layer, input_shape: Sequence[int], **geometry: object) -> csr_array:
+    """The layer's matrix at an input size, sparse, built from index arithmetic alone.
+
+    Args:
+        layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
+        input_shape: ``(*spatial)`` or ``(cin, *spatial)``.
+        geometry: Options of a bare kernel.
+
+    Returns:
+        SciPy sparse float64, ``(cout·outputs, cin·inputs)``; rows and columns are channel-major,
+        as ``flatten`` orders them.
+    """
+    from scipy.sparse import csr_array
+
+    conv = convolution(layer, input_shape=input_shape, **geometry)  # type: ignore[arg-type]
+    assert conv.input_size is not None
+    size, result = conv.input_size, conv.output_size(conv.input_size)
+    # The convolution described maps "fine" to "coarse"; the layer may be its adjoint.
+    fine, coarse = (result, size) if conv.transposed else (size, result)
+    kernel = conv.kernel.detach().cpu().double().numpy()
+    cout, cin = kernel.shape[:2]
+    sources = [_sources(conv, axis, fine[axis], coarse[axis]) for axis in range(conv.dims)]
+    rows, columns, values = [], [], []
+    coarse_index = np.arange(math.prod(coarse)).reshape(coarse)
+    for tap in np.ndindex(kernel.shape[2:]):
+        source = np.zeros(coarse, dtype=np.int64)
+        valid = np.ones(coarse, dtype=bool)
+        for axis in range(conv.dims):
+            along = sources[axis][tap[axis]]
+            shape = [-1 if a == axis else 1 for a in range(conv.dims)]
+            source = source * fine[axis] + np.maximum(along, 0).reshape(shape)
+            valid &= (along >= 0).reshape(shape)
+        at, src = coarse_index[valid], source[valid]
+        for out in range(cout):
+            first = (out // (cout // conv.groups)) * cin
+            for channel in range(cin):
+                rows.append(out * coarse_index.size + at)
+                columns.append((first + channel) * math.prod(fine) + src)
+                values.append(np.full(at.size, kernel[(out, channel, *tap)]))
+    whole = (cout * coarse_index.size, cin * conv.groups * math.prod(fine))
+    entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
+    matrix = csr_array(entries, shape=whole)  # duplicates add up
+    return matrix.T.tocsr() if conv.transposed else matrix
+
+
+def _sources(conv: Convolution, axis: int, fine: int, coarse: int) -> NDArray[np.int64]:
+    """Input index read by each tap at each output, −1 for a padded zero: ``(taps, outputs)``."""
+    padded = conv.pixels(axis, fine)
+    read = (
+        np.arange(coarse)[None, :] * conv.stride[axis]
+        + np.arange(conv.kernel.shape[2 + axis])[:, None] * conv.dilation[axis]
+    )
+    inside = read < padded.size  # output_padding can reach past the last tap
+    return np.where(inside, padded[np.minimum(read, padded.size - 1)], -1)
+
+
+def operator(layer: Layer, input_shape: Sequence[int], **geometry: object) -> LinearOperator:
+    """The layer as a matrix-free SciPy ``LinearOperator``: torch's convolution and its adjoint.
+
+    Arguments as :func:`operator_matrix`. Large layers fit: 64 channels at 224×224 say.
+    """
+    from scipy.sparse.linalg import LinearOperator
+
+    conv = convolution(layer, input_shape=input_shape, **geometry)  # type: ignore[arg-type]
+    assert conv.input_size is not None
+    inputs = (1, conv.in_channels, *conv.input_size)
+    outputs = (1, conv.out_channels, *conv.output_size(conv.input_size))
+    device = conv.kernel.device
+
+    def tensor(vector: NDArray[Any], shape: Sequence[int]) -> Tensor:
+        flat = np.ascontiguousarray(vector, dtype=np.float64).reshape(shape)
+        return torch.from_numpy(flat).to(device)
+
+    def matvec(vector: NDArray[Any]) -> NDArray[Any]:
+        with torch.no_grad():
+            return apply(conv, tensor(vector, inputs)).cpu().numpy().ravel()
+
+    def rmatvec(vector: NDArray[Any]) -> NDArray[Any]:
+        with torch.no_grad():
+            return adjoint(conv, tensor(vector, outputs), inputs[2:]).cpu().numpy().ravel()
+
+    shape = (math.prod(outputs), math.prod(inputs))
+    return LinearOperator(shape, matvec=matvec, rmatvec=rmatvec, dtype=np.float64)
+
+
+CONV = (functional.conv1d, functional.conv2d, functional.conv3d)
+CONV_TRANSPOSE = (
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+)
+
+
+def apply(conv: Convolution, x: Tensor) -> Tensor:
+    """The layer's linear part: no bias, ``(batch, channels, *spatial)`` in and out."""
+    if conv.transposed:
+        full = _spread(conv, x)
+        for axis, size in enumerate(conv.output_size(x.shape[2:])):
+            full = _window(full, 2 + axis, conv.padding[axis][0], size)
+        return full
+    for axis in range(conv.dims):
+        pixels = torch.from_numpy(conv.pixels(axis, x.shape[2 + axis])).to(x.device)
+        shown = x.index_select(2 + axis, pixels.clamp_min(0))
+        x = shown * _along(pixels >= 0, 2 + axis, x.ndim).to(x.dtype)
+    return _gather(conv, x)
+
+
+def adjoint(conv: Convolution, y: Tensor, input_size: Sequence[int]) -> Tensor:
+    """The transpose of :func:`apply` for inputs of spatial size ``input_size``."""
+    if conv.transposed:
+        for axis, size in enumerate(input_size):
+            length = (size - 1) * conv.stride[axis] + conv.spans[axis] + 1
+            y = _window(y, 2 + axis, -conv.padding[axis][0], length)
+        return _gather(conv, y)
+    x = _spread(conv, y)
+    for axis, size in enumerate(input_size):
+        pixels = torch.from_numpy(conv.pixels(axis, size)).to(y.device)
+        x = _window(x, 2 + axis, 0, len(pixels))  # the stride may leave a rest unread
+        x = x * _along(pixels >= 0, 2 + axis, x.ndim).to(x.dtype)
+        shape = [*x.shape]
+        shape[2 + axis] = size
+        x = x.new_zeros(shape).index_add(2 + axis, pixels.clamp_min(0), x)
+    return x
+
+
+def _gather(conv: Convolution, x: Tensor) -> Tensor:
+    weight = conv.kernel.to(x.dtype)
+    if conv.dims == 0:
+        return functional.linear(x, weight)
+    return CONV[conv.dims - 1](x, weight, None, conv.stride, 0, conv.dilation, conv.groups)
+
+
+def _spread(conv: Convolution, y: Tensor) -> Tensor:
+    weight = conv.kernel.to(y.dtype)
+    if conv.dims == 0:
+        return functional.linear(y, weight.mT)
+    transpose = CONV_TRANSPOSE[conv.dims - 1]
+    return transpose(y, weight, None, conv.stride, 0, 0, conv.groups, conv.dilation)
+
+
+def _window(x: Tensor, axis: int, start: int, size: int) -> Tensor:
+    """``size`` positions along an axis from ``start`` on, zeros where there are none."""
+    margins = (max(0, -start), max(0, start + size - x.shape[axis]))
+    padded = functional.pad(x, [0, 0] * (x.ndim - axis - 1) + list(margins))
+    return padded.narrow(axis, start + margins[0], size)
+
+
+def _along(vector: Tensor, axis: int, dims: int) -> Tensor:
+    return vector.reshape([-1 if a == axis else 1 for a in range(dims)])
+
+
+def exact(layer: Layer, input_shape: Sequence[int], **geometry: object) -> float:
+    """σ1 of the layer's operator at an input size: LAPACK when small, else ARPACK (IRAM).
+
+    Accurate to float64 rounding, but with no promise on which side it errs.
+
+    Args:
+        layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
+        input_shape: ``(*spatial)`` or ``(cin, *spatial)``.
+        geometry: Options of a bare kernel.
+
+    Example:
+        >>> round(exact(torch.ones(1, 1, 3), (50,)), 4)  # 1 + 2cos(π/51)
+        2.9962
+    """
+    from scipy.sparse.linalg import svds
+
+    conv = convolution(layer, input_shape=input_shape, **geometry)  # type: ignore[arg-type]
+    linear = operator(conv, conv.input_size or ())
+    scale = float(conv.kernel.detach().abs().max())
+    if scale == 0:
+        return 0.0
+    if min(linear.shape) <= DENSE and max(linear.shape) <= 8 * DENSE:
+        matrix = operator_matrix(conv, conv.input_size or ()).toarray() / scale
+        return float(np.linalg.norm(matrix, 2)) * scale
+    start = np.random.default_rng(0).standard_normal(min(linear.shape))
+    return (
+        float(svds(linear * (1 / scale), k=1, v0=start, return_singular_vectors=False)[0]) * scale
+    )
