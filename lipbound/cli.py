@@ -1,0 +1,35 @@
+"""Entry point of ``lipbound``: errors are one line and exit code 2, interruption 130."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:] == ["--version"]:  # the core alone can say it
+        from lipbound import __version__
+
+        print(f"lipbound {__version__}")
+        return
+    try:
+        import typer  # noqa: F401
+    except ImportError:
+        _stop("commands need an extra: pip install 'lipbound[cli]'", 2)
+    from lipbound.commands import run
+
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        _stop("interrupted", 130)
+    except BrokenPipeError:  # piped into `head`
+        sys.stderr.close()
+        code = 0
+    except (ValueError, TypeError, OSError) as error:
+        _stop(str(error), 2)
+    raise SystemExit(code)
+
+
+def _stop(message: str, code: int) -> None:
+    print(f"lipbound: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(code) from None

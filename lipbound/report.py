@@ -1,0 +1,53 @@
+"""Show what was computed; compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from lipbound.bounds import BOUNDS
+from lipbound.survey import Row
+
+
+def layer_table(rows: Iterable[Row], title: str, console: Console | None = None) -> None:
+    """Print one line per layer; plain text when the output is no terminal."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=120, no_color=True)
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for heading in ("layer", "geometry", "input"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("σ1", justify="right", style="green")
+    for method in BOUNDS:
+        table.add_column(f"≤ {method}", justify="right")
+    for row in rows:
+        values = [row.bounds.get(method) for method in BOUNDS]
+        if "lipschitz" in row.bounds:
+            values[0] = row.bounds["lipschitz"]
+        cells = ["" if value is None else f"{value:.4f}" for value in values]
+        size = "×".join(map(str, row.input_shape))
+        table.add_row(row.name, geometry(row.layer), size, f"{row.exact:.4f}", *cells)
+    console.print(table)
+
+
+def geometry(layer: nn.Module) -> str:
+    """A layer in a few characters: ``16→32 3×3``, ``/2`` stride, ``·2`` dilation, ``g4`` groups."""
+    if isinstance(layer, nn.Linear):
+        return f"{layer.in_features}→{layer.out_features} linear"
+    if not isinstance(layer, _ConvNd):
+        return type(layer).__name__
+    parts = [f"{layer.in_channels}→{layer.out_channels}", "×".join(map(str, layer.kernel_size))]
+    for mark, values in (("/", layer.stride), ("·", layer.dilation)):
+        if any(value != 1 for value in values):
+            parts.append(mark + "×".join(map(str, sorted(set(values)))))
+    if layer.groups > 1:
+        parts.append(f"g{layer.groups}")
+    if layer.transposed:
+        parts.append("transposed")
+    if layer.padding_mode != "zeros":
+        parts.append(layer.padding_mode)
+    return " ".join(parts)
