@@ -21,12 +21,14 @@ def main() -> None:
     try:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
-        _stop("interrupted", 130)
+        code = 130
     except BrokenPipeError:  # piped into `head`
         sys.stderr.close()
         code = 0
     except (ValueError, TypeError, OSError) as error:
         _stop(str(error), 2)
+    if code == 130:
+        _stop("interrupted", code)
     raise SystemExit(code)
 
 
