@@ -1,10 +1,10 @@
 """Measure, certify and control the Lipschitz constant of convolutional networks.
 
-Bounds are proved to be at least σ1, in floating point too; estimates promise nothing; exact is
-an SVD at one input size. See ``bound``, ``estimate``, ``exact`` and ``lipschitz``.
+Bounds are proved to be at least σ1, in floating point too; a bracket is proved on both sides;
+estimates promise nothing; exact is an SVD at one input size.
 """
 
-from lipbound.bounds import BOUNDS, bound
+from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
 from lipbound.estimates import ESTIMATES, PowerIteration, estimate
 from lipbound.geometry import Convolution, convolution
 from lipbound.layers import lipschitz
@@ -16,9 +16,12 @@ __version__ = "0.1.0"
 __all__ = [
     "BOUNDS",
     "ESTIMATES",
+    "Bracket",
     "Convolution",
     "PowerIteration",
     "bound",
+    "bracket",
+    "brackets",
     "convolution",
     "estimate",
     "exact",

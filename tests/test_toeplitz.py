@@ -169,4 +169,4 @@ def test_theorem_5_convolution(n):
         for i in range(3)
     ]
     assert spectral_norm(matrix) <= np.sqrt(sum(sups)) * (1 + 1e-3)
-    assert spectral_norm(matrix) <= float(bound(layer)) <= np.sqrt(sum(sups)) * 1.01
+    assert spectral_norm(matrix) <= float(bound(layer, "lipbound")) <= np.sqrt(sum(sups)) * 1.01

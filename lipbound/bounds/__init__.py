@@ -9,10 +9,14 @@ from torch import Tensor
 from lipbound.bounds.energies import frobenius, lipbound
 from lipbound.bounds.fantastic_four import fantastic_four
 from lipbound.bounds.gram import gram
+from lipbound.bounds.spectral import Bracket, bracket, brackets, spectral
 from lipbound.geometry import Layer
 from lipbound.methods import call
 
+__all__ = ["BOUNDS", "Bracket", "bound", "bracket", "brackets"]
+
 BOUNDS: dict[str, Callable[..., Tensor]] = {
+    "spectral": spectral,
     "lipbound": lipbound,
     "frobenius": frobenius,
     "fantastic_four": fantastic_four,
@@ -21,13 +25,14 @@ BOUNDS: dict[str, Callable[..., Tensor]] = {
 """Name → function of a layer. The tests and the command line read this table."""
 
 
-def bound(layer: Layer, method: str = "lipbound", **options: object) -> Tensor:
+def bound(layer: Layer, method: str = "spectral", **options: object) -> Tensor:
     """A number proved to be at least the layer's largest singular value, whatever the input size.
 
     Args:
         layer: ``nn.Conv*d``, ``nn.ConvTranspose*d``, or a weight tensor with the options
             ``stride``, ``dilation``, ``groups``, ``padding``, ``padding_mode``, ``transposed``.
-        method: A name in ``BOUNDS``.
+        method: A name in ``BOUNDS``. ``'spectral'`` is within 0.1 % of sup σ1(F), the limit of
+            σ1 for large inputs; ``'lipbound'`` is the paper's, cheaper and looser.
         options: The method's own options; ``input_shape`` where the size is known, which
             tightens circular, reflect and replicate padding.
 

@@ -1,0 +1,164 @@
+r"""FF* of many symbols at many frequencies, cheaply, and the top of its spectrum.
+
+FF* is itself a trigonometric polynomial, with matrix coefficients
+:math:`R_l = \sum_{a-b=l} K_a K_b^T`. Those are made once; after that a frequency costs
+(number of lags)·n² operations instead of a matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipbound.bounds.rounding import gamma_complex, symbol_error
+from lipbound.symbol import positions
+
+LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
+CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # complex matrices handled at once
+GATHER = 1 << 13  # lag entries below which cells of different blocks go through one product
+
+
+class Field:
+    """A stack of real symbols ``(blocks, n, N, *m)``, n ≤ N, ready to be evaluated.
+
+    Attributes:
+        error: ``(blocks,)`` bounds on ‖computed FF* − FF*‖ in the spectral norm. Every entry is
+            made by inner products whose absolute sum is that entry of (Σ|K|)(Σ|K|)ᵀ, of length
+            N·T for the lags and twice their number for the transform (or, without lags, T for F
+            and N for the product), so the error is at most :math:`\\gamma \\|\\Sigma|K|\\|_F^2`.
+        size: ``(blocks,)`` the norms ‖Σ|K|‖_F.
+    """
+
+    def __init__(self, taps: Tensor):
+        self.blocks, self.rows, self.columns, *self.sizes = taps.shape
+        self.taps = taps.flatten(3) if self.sizes else taps.unsqueeze(-1)  # (blocks, n, N, T)
+        self.positions = positions(self.sizes).to(taps.device, torch.float64)  # (T, D)
+        count = math.prod(self.sizes)
+        self.lags = _half_lags(self.sizes).to(taps.device, torch.float64)  # (L, D), 0 first
+        bytes_needed = 8 * self.blocks * (2 * len(self.lags) - 1) * self.rows**2
+        self.keeps_lags = bytes_needed <= LAG_BYTES
+        if self.keeps_lags:
+            self._make_lags()
+        sums = self.taps.abs().sum(-1)
+        self.size = torch.linalg.vector_norm(sums.flatten(1), dim=1)
+        angles = symbol_error([2 * m for m in self.sizes]) * 4
+        length = self.columns * count + 2 * len(self.lags) + self.columns * self.rows + 64
+        self.error = (gamma_complex(length) + angles) * self.size.square()
+
+    def _make_lags(self) -> None:
+        grid = self.taps.reshape(self.blocks, self.rows, self.columns, *self.sizes)
+        even: list[Tensor] = []
+        odd: list[Tensor] = []
+        for lag in self.lags.long().tolist():
+            late, soon = _shifted(grid, lag), _shifted(grid, [-h for h in lag])
+            product = late.flatten(2) @ soon.flatten(2).mT
+            if even:
+                even.append((product + product.mT).flatten(1))
+                odd.append((product - product.mT).flatten(1))
+            else:
+                even.append(product.flatten(1))
+        self.even = torch.stack(even, 1)  # (blocks, L, n²): the cosines' coefficients
+        self.odd = torch.stack(odd, 1) if odd else None  # (blocks, L − 1, n²): the sines'
+
+    @property
+    def chunk(self) -> int:
+        """How many matrices to handle at once."""
+        width = self.rows if self.keeps_lags else max(self.rows, self.columns)
+        room = CHUNK_BYTES.get(self.taps.device.type, CHUNK_BYTES["cpu"])
+        return max(1, room // (16 * self.rows * width))
+
+    def gram(self, block: Tensor, frequencies: Tensor) -> Tensor:
+        """FF* for block ``block[p]`` at ``frequencies[p]``: ``(P, n, n)`` complex128."""
+        if not self.keeps_lags:
+            symbols = self.symbol(block, frequencies)
+            return symbols @ symbols.mH
+        angles = frequencies @ self.lags.mT  # (P, L)
+        cos, sin = angles.cos(), angles[:, 1:].sin()
+        shape = (len(block), self.rows, self.rows)
+        if self.blocks == 1:
+            real = cos @ self.even[0]
+            imag = torch.zeros_like(real) if self.odd is None else sin @ self.odd[0]
+        elif self.even[0].numel() <= GATHER:
+            real = (cos[:, None] @ self.even[block])[:, 0]
+            imag = torch.zeros_like(real)
+            if self.odd is not None:
+                imag = (sin[:, None] @ self.odd[block])[:, 0]
+        else:
+            real = torch.empty(len(block), self.rows**2, dtype=torch.float64, device=cos.device)
+            imag = torch.zeros_like(real)
+            for b in block.unique().tolist():
+                mine = block == b
+                real[mine] = cos[mine] @ self.even[b]
+                if self.odd is not None:
+                    imag[mine] = sin[mine] @ self.odd[b]
+        return torch.complex(real, imag).reshape(shape)
+
+    def symbol(self, block: Tensor, frequencies: Tensor) -> Tensor:
+        """F itself: ``(P, n, N)`` complex128."""
+        angles = (frequencies @ self.positions.mT)[..., None]  # (P, T, 1)
+        taps = self.taps[block].flatten(1, 2)  # (P, n·N, T)
+        parts = [(taps @ wave)[..., 0] for wave in (angles.cos(), angles.sin())]
+        return torch.complex(*parts).reshape(-1, self.rows, self.columns)
+
+    def waves(self, frequencies: Tensor) -> Tensor:
+        """e^{ih·ω} per tap: ``(P, T)``."""
+        angles = frequencies @ self.positions.mT
+        return torch.complex(angles.cos(), angles.sin())
+
+    def rows_applied(self, block: Tensor, left: Tensor) -> Tensor:
+        """u*K_h for every tap: ``(P, n)`` → ``(P, N, T)``."""
+        taps = self.taps[block]
+        flat = taps.reshape(len(block), self.rows, -1)
+        parts = [(part[:, None] @ flat)[:, 0] for part in (left.real, -left.imag)]
+        return torch.complex(*parts).reshape(-1, self.columns, taps.shape[-1])
+
+
+def _shifted(grid: Tensor, lag: list[int]) -> Tensor:
+    """The taps b + lag for which b is a tap too."""
+    for axis, h in enumerate(lag, start=3):
+        size = grid.shape[axis]
+        grid = grid.narrow(axis, max(0, h), size - abs(h))
+    return grid
+
+
+def _half_lags(sizes: list[int]) -> Tensor:
+    """Lag 0 and one of each pair ±l: ``(L, D)`` integers."""
+    full = positions([2 * m - 1 for m in sizes])
+    if sizes:
+        full = full - (torch.tensor(sizes) - 1)
+    return full[len(full) // 2 :]
+
+
+def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Lanczos from ``start`` with full reorthogonalization: Ritz values and vectors, batched.
+
+    Values never exceed λ1 but for rounding. Small matrices are solved outright.
+
+    Args:
+        matrices: ``(P, n, n)`` Hermitian.
+        start: ``(P, n)``.
+        steps: Size of the Krylov space.
+    """
+    size = matrices.shape[-1]
+    if size <= max(16, steps):
+        values, vectors = torch.linalg.eigh(matrices)
+        return values[:, -1], vectors[..., -1]
+    basis = [start / torch.linalg.vector_norm(start, dim=-1, keepdim=True)]
+    images = []
+    for _ in range(steps):
+        image = (matrices @ basis[-1][..., None])[..., 0]
+        images.append(image)
+        if len(images) == steps:
+            break
+        known = torch.stack(basis, -1)  # (P, n, k)
+        rest = image
+        for _ in range(2):
+            rest = rest - (known @ (known.mH @ rest[..., None]))[..., 0]
+        norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
+        basis.append(torch.where(norm > 0, rest / norm.clamp_min(1e-300), 0))
+    known = torch.stack(basis, -1)
+    small = known.mH @ torch.stack(images, -1)
+    values, vectors = torch.linalg.eigh((small + small.mH) / 2)
+    return values[:, -1], (known @ vectors[..., -1:])[..., 0]

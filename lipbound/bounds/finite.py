@@ -1,0 +1,186 @@
+r"""σ1 of a layer at one input size: an upper end below the symbol's supremum, a lower end attained.
+
+**Circular padding.** The matrix is a circulant (with stride t dividing n, a block one), so its
+singular values are those of the symbol on the n/t-grid.
+
+**Zero padding.** The matrix M is a compression of *every* circulant large enough that no tap
+wraps around from one used pixel to another; and of every twisted one, whose wrapped entries carry
+a phase e^{iφ}, since M has none of those entries. The twisted circulant of size N has the
+symbol's singular values at the frequencies (2πk + φ)/N, so
+
+.. math:: \sigma_1(M) \leq \max_k \sigma_1\big(F((2\pi k + \varphi)/N)\big)
+          \quad\text{for all } N \geq N_{\min} \text{ and all } \varphi.
+
+Choosing N and φ so that the symbol's peak falls between the grid's points gives back what a small
+input loses at its border: for the kernel (1, 1, 1) and φ = π the bound is 1 + 2cos(π/(n + 1)),
+the exact value. Peaks come in pairs ±ω*, and the midpoints between the grid's images of the two
+are φ = 0 and φ = π, so those are the only twists to try; both keep the grid symmetric.
+
+**Pruning on a grid.** With U ≥ sup σ1(F) and τ ≤ U: if \|T\| ≤ U has degree d then the angle
+arccos(T/U) changes by at most d per unit of ω (Bernstein and Szegő), so
+σ1(F(c)) < U cos(arccos(τ/U) + θ) proves σ1(F) < τ within an angle θ of c. Blocks of grid points
+are tried by their centres, and point by point where that fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipbound.bounds.field import Field
+from lipbound.bounds.rounding import UNIT, gamma
+from lipbound.bounds.search import Cells, Search, random_vectors
+from lipbound.geometry import Convolution
+from lipbound.toeplitz import apply, operator
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Frequencies scale·(2πk + φ)/N, k < N, per axis, φ given in half turns (0 or 1)."""
+
+    sizes: tuple[int, ...]
+    twist: tuple[int, ...]
+    scale: tuple[int, ...]
+
+
+def embedding(conv: Convolution, frequency: Sequence[float]) -> Grid | None:
+    """The grid whose maximum bounds σ1 at the layer's input size, away from ``frequency``.
+
+    ``None`` for a matrix, for reflect and replicate padding, and for circular padding with
+    repeated or unaligned rows.
+    """
+    if not conv.input_size or conv.padding_mode in ("reflect", "replicate"):
+        return None
+    size, result = conv.input_size, conv.output_size(conv.input_size)
+    fine, coarse = (result, size) if conv.transposed else (size, result)
+    scale = tuple(a // math.gcd(a, t) for a, t in zip(conv.dilation, conv.stride, strict=True))
+    if conv.padding_mode == "circular":
+        if any(n % t or m > n // t for n, t, m in zip(fine, conv.stride, coarse, strict=True)):
+            return None
+        sizes = tuple(n // t for n, t in zip(fine, conv.stride, strict=True))
+        return Grid(sizes, (0,) * conv.dims, scale)
+    chosen = [
+        _furthest(_least(conv, axis, fine[axis], coarse[axis]), scale[axis], frequency[axis])
+        for axis in range(conv.dims)
+    ]
+    return Grid(tuple(n for n, _ in chosen), tuple(half for _, half in chosen), scale)
+
+
+def _least(conv: Convolution, axis: int, fine: int, coarse: int) -> int:
+    """N_min: with the input split by the stride, pixels first…last meet outputs 0…coarse − 1."""
+    stride, before = conv.stride[axis], conv.padding[axis][0]
+    reach = conv.spans[axis] // stride  # tap blocks 0…reach
+    first = before // stride
+    last = min((fine - 1 + before) // stride, coarse + reach - 1)
+    return max(coarse, coarse + reach - first, last + 1)
+
+
+def _furthest(least: int, scale: int, frequency: float) -> tuple[int, int]:
+    """Of a few N and both twists, the one whose grid stays furthest from ±``frequency``."""
+    options = []
+    for size in range(least, least + 3):
+        for half in (0, 1):
+            points = scale * (2 * np.pi * np.arange(size) + half * np.pi) / size
+            gap = np.abs(np.angle(np.exp(1j * (points - frequency)))).min()
+            options.append((round(float(gap), 12), -size, half))
+    _, size, half = max(options)
+    return -size, half
+
+
+def grid_maximum(field: Field, grid: Grid, above: float, rtol: float) -> tuple[float, int]:
+    """An upper bound, within rtol, on the largest σ1(F) over a grid; and the evaluations it took.
+
+    ``above`` is an upper bound on the supremum over all frequencies.
+    """
+    device = field.taps.device
+    reach = [_reach(n, m) for n, m in zip(grid.sizes, field.sizes, strict=True)]
+    owner = torch.zeros(field.blocks, dtype=torch.int64, device=device)
+    search = Search(field, owner, 1, rtol, limit=10**9, cap=above)
+    angle = sum(
+        math.pi * (m - 1) * r * s / n
+        for r, m, s, n in zip(reach, field.sizes, grid.scale, grid.sizes, strict=True)
+    )
+    # Angles are measured by the reduced symbol's frequencies: neighbours are `scale` steps apart.
+    centres = [
+        torch.arange(min(r, n - 1), n + r, 2 * r + 1) % n
+        for r, n in zip(reach, grid.sizes, strict=True)
+    ]
+    cells = _cells(field, grid, centres, angle * (1 + 8 * UNIT))
+
+    def divide(failed: Cells) -> Cells | None:
+        if failed.angle == 0:
+            return None
+        near = torch.cartesian_prod(*[torch.arange(-r, r + 1) for r in reach])
+        near = near.reshape(-1, len(reach)).to(device)
+        twice = torch.tensor(grid.twist, device=device)
+        plain = (failed.index - twice) // 2  # back to k
+        sizes = torch.tensor(grid.sizes, device=device)
+        index = ((plain[:, None] + near) % sizes).flatten(0, 1) * 2 + twice
+        block = failed.block.repeat_interleave(len(near))
+        both = torch.cat([block[:, None], index], 1).unique(dim=0)
+        left = random_vectors(1, field).expand(len(both), -1).clone()
+        return Cells(both[:, 0], both[:, 1:], failed.samples, 0.0, left, failed.scale)
+
+    upper = search.run(cells, divide)
+    return float(upper[0]), int(search.evaluations[0])
+
+
+def _reach(size: int, taps: int) -> int:
+    """Half-width, in points, of a block that spans an angle of about a quarter an axis."""
+    if taps == 1:
+        return size // 2
+    return max(0, min((size - 1) // 2, int(size * 0.25 / (math.pi * (taps - 1)))))
+
+
+def _cells(field: Field, grid: Grid, centres: Sequence[Tensor], angle: float) -> Cells:
+    device = field.taps.device
+    index = torch.cartesian_prod(*centres).reshape(-1, len(centres))
+    index = index * 2 + torch.tensor(grid.twist)  # in half steps, so that a twist is an integer
+    block = torch.arange(field.blocks).repeat_interleave(len(index))
+    return Cells(
+        block.to(device),
+        index.repeat(field.blocks, 1).to(device),
+        2 * torch.tensor(grid.sizes, device=device),
+        angle,
+        random_vectors(len(block), field),
+        torch.tensor(grid.scale, device=device),
+    )
+
+
+def attained(conv: Convolution, rtol: float) -> float:
+    """‖Mv‖/‖v‖ for the layer itself at its input size, v from Lanczos, rounded down.
+
+    An output is a sum of at most taps·channels products, so it errs by γ of the sum of their
+    absolute values, and the operator with absolute values has norm at most ‖Σ|K|‖_F times the
+    padding's.
+    """
+    from scipy.sparse.linalg import ArpackNoConvergence, svds
+
+    assert conv.input_size is not None
+    linear = operator(conv, conv.input_size)
+    start = np.random.default_rng(0).standard_normal(min(linear.shape))
+    if min(linear.shape) <= 8:
+        vector = np.linalg.svd(linear @ np.eye(linear.shape[1]))[2][0]
+    else:
+        try:
+            vector = svds(linear, k=1, v0=start, tol=rtol / 100, maxiter=2000)[2][0]
+        except ArpackNoConvergence as unfinished:  # any vector is a valid witness
+            found = unfinished.eigenvectors
+            vector = found[:, -1] if np.size(found) else np.ones(linear.shape[1])
+    shape = (1, conv.in_channels, *conv.input_size)
+    right = torch.from_numpy(np.ascontiguousarray(vector).reshape(shape)).to(conv.kernel.device)
+    image = float(torch.linalg.vector_norm(apply(conv, right)))
+    norm = float(torch.linalg.vector_norm(right))
+    weights = conv.kernel.detach().double().abs()
+    spread = float(torch.linalg.vector_norm(weights.flatten(2).sum(-1))) if conv.dims else float(
+        torch.linalg.vector_norm(weights)
+    )  # fmt: skip
+    length = conv.kernel[0].numel() + conv.kernel.shape[0] * conv.kernel[0, 0].numel()
+    error = 2 * gamma(length + 64) * spread * conv.padding_gain() * math.sqrt(conv.groups)
+    entries = right.numel() + math.prod(linear.shape[:1])
+    return max(0.0, image / norm * (1 - gamma(2 * entries + 64)) - error)

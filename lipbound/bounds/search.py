@@ -1,0 +1,351 @@
+r"""Branch and prune: the supremum of σ1(F) over all frequencies, bracketed and proved.
+
+**The lemma.** Let M = sup σ1(F), attained at ω*, with unit u, v such that u*F(ω*)v = M. After
+centring the taps (a unit phase, which changes no singular value, and which half-integer degrees
+d_j = (m_j − 1)/2 allow on the double torus), T(ω) = Re u*F(ω)v is a real trigonometric polynomial
+of degree at most d_j in ω_j, \|T\| ≤ M and T(ω*) = M. Along the line ω* + sδ it is a real function
+of exponential type Σ d_j\|δ_j\| bounded by M with a maximum M at s = 0, so by M. Riesz's lemma
+(Hörmander's form, for entire functions of exponential type)
+
+.. math:: \sigma_1(F(\omega^* + \delta)) \geq T(\omega^* + \delta)
+          \geq M \cos\Big(\sum_j d_j |\delta_j|\Big) \quad\text{while the angle is at most } \pi.
+
+**The proof it gives.** Cover the torus by cells, cell c reaching an angle θ_c < π/2 from its
+centre. If σ1(F(c)) < τ cos θ_c for every cell, then M < τ: otherwise the cell that holds ω* would
+have σ1(F(c)) ≥ M cos θ_c ≥ τ cos θ_c. Cells that fail are divided and tried again; a failing
+centre may also raise the lower end, and τ with it, which takes nothing from the cells already
+done. The test is a Cholesky factorization, so what was estimated on the way decides the speed
+only.
+
+**Cells** are diamonds \|δ_1\|/h_1 + \|δ_2\|/h_2 ≤ 1 on the first two axes, which tile the plane as
+squares do but have twice the area for the same angle max_j d_j h_j, times intervals on a third.
+F(−ω) is the conjugate of F(ω), so one of each pair ±c is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipbound.bounds.field import Field, top_eigenpairs
+from lipbound.bounds.rounding import UNIT, gamma_complex, symbol_error
+from lipbound.symbol import positions
+
+LEVELS = 30
+
+
+@dataclass
+class Peak:
+    """The best attained value of each layer: where, and with which left vector."""
+
+    lower: Tensor  # (layers,)
+    block: Tensor  # (layers,)
+    frequency: Tensor  # (layers, D)
+    left: Tensor  # (layers, n)
+
+
+@dataclass
+class Cells:
+    """Frequencies to be proved: ``block`` of the field, centre, and the angle the cell reaches."""
+
+    block: Tensor  # (P,)
+    index: Tensor  # (P, D) integers, ω = 2π·index/samples
+    samples: Tensor  # (D,)
+    angle: float
+    left: Tensor  # (P, n): near the top left singular vectors, from the parent cell
+    scale: Tensor | None = None  # (D,) integers: ω = 2π·scale·index/samples
+
+    @property
+    def frequencies(self) -> Tensor:
+        index = self.index if self.scale is None else (self.index * self.scale) % self.samples
+        return index * (2 * math.pi / self.samples.double())
+
+    def __getitem__(self, chosen: Tensor) -> Cells:
+        return replace(
+            self, block=self.block[chosen], index=self.index[chosen], left=self.left[chosen]
+        )
+
+
+class Search:
+    """One run over a stack of symbols. ``owner[b]`` is the layer that block b belongs to.
+
+    Args:
+        field: The symbols.
+        owner: ``(blocks,)``.
+        layers: How many layers.
+        rtol: Wanted upper/lower − 1.
+        limit: Symbol evaluations per layer after which the interval is left wider.
+        cap: An upper bound on the supremum, when the cells are only to cover a grid's points.
+    """
+
+    def __init__(
+        self,
+        field: Field,
+        owner: Tensor,
+        layers: int,
+        rtol: float,
+        limit: int,
+        cap: float | None = None,
+    ):
+        self.field, self.owner, self.layers = field, owner, layers
+        self.limit, self.cap = limit, cap
+        self.evaluations = torch.zeros(layers, dtype=torch.int64, device=owner.device)
+        device = owner.device
+        dims = len(field.sizes)
+        self.peak = Peak(
+            torch.zeros(layers, dtype=torch.float64, device=device),
+            torch.zeros(layers, dtype=torch.int64, device=device),
+            torch.zeros(layers, dims, dtype=torch.float64, device=device),
+            torch.zeros(layers, field.rows, dtype=torch.complex128, device=device),
+        )
+        self.rtol = rtol
+
+    def run(self, cells: Cells, divide: Callable[[Cells], Cells | None]) -> Tensor:
+        """Prove all cells, dividing those that fail; returns the upper end per layer."""
+        self._improve(cells, steps=8)
+        while True:
+            passed = self._prove(cells, self._target())
+            failed = cells[~passed]
+            if not len(failed.block):
+                return self._target()
+            # Cells this small fail only where σ1 exceeds the lower end: look harder there.
+            self._improve(failed, steps=48 if math.cos(failed.angle) > 1 - self.rtol / 4 else 8)
+            children = divide(failed)
+            if children is None or bool((self.evaluations > self.limit).any()):
+                return self._give_up(failed)
+            cells = children
+
+    def _target(self) -> Tensor:
+        """τ per layer; never closer to the lower end than rounding lets a proof come."""
+        field = self.field
+        worst = torch.zeros_like(self.peak.lower).scatter_reduce(
+            0, self.owner, field.error, "amax"
+        ) / self.peak.lower.square().clamp_min(1e-300)
+        floor = 4 * (worst + field.rows * _factor(field.rows) + 8 * UNIT)
+        return self.peak.lower * (1 + torch.clamp_min(floor, 0.98 * self.rtol))
+
+    def _prove(self, cells: Cells, target: Tensor) -> Tensor:
+        """Which cells have σ1(F(c)) < τ·cos θ, proved. ``(P,)`` booleans."""
+        field = self.field
+        target = target[self.owner[cells.block]]
+        if self.cap is None:
+            wanted = target * (math.cos(cells.angle) * (1 - 8 * UNIT))
+        else:
+            angle = (target / self.cap).clamp_max(1.0).acos() + cells.angle
+            wanted = self.cap * angle.clamp_max(math.pi / 2).cos() - self.cap * 8 * UNIT
+            wanted = wanted if cells.angle else target
+        # Cholesky of tI − Ĝ succeeding means λ1(G) ≤ t + (factor)·tr(tI − Ĝ) + ‖Ĝ − G‖.
+        wanted = wanted.clamp_min(0.0).square()
+        level = wanted * (1 - field.rows * _factor(field.rows)) - field.error[cells.block]
+        level = level * (1 - 8 * UNIT)
+        passed = []
+        frequencies = cells.frequencies
+        for part in torch.arange(len(level), device=level.device).split(field.chunk):
+            gap = field.gram(cells.block[part], frequencies[part]).neg_()
+            gap.diagonal(dim1=-2, dim2=-1).add_(level[part, None])
+            passed.append(torch.linalg.cholesky_ex(gap).info == 0)
+        self._count(cells.block)
+        return torch.cat(passed)
+
+    def _count(self, block: Tensor) -> None:
+        self.evaluations += torch.bincount(self.owner[block], minlength=self.layers)
+
+    def _improve(self, cells: Cells, steps: int) -> None:
+        """Estimate σ1 at the cells' centres; where one beats its layer's lower end, climb."""
+        field, frequencies = self.field, cells.frequencies
+        value = torch.empty(len(cells.block), dtype=torch.float64, device=cells.block.device)
+        for part in torch.arange(len(value), device=value.device).split(field.chunk):
+            gram = field.gram(cells.block[part], frequencies[part])
+            value[part], cells.left[part] = top_eigenpairs(gram, cells.left[part], 6)
+        for layer, best in _best_per_layer(value, self.owner[cells.block], self.layers):
+            estimate = float(value[best].clamp_min(0).sqrt())
+            if estimate > float(self.peak.lower[layer]) or steps > 8:
+                self._climb(layer, cells.block[best], frequencies[best], cells.left[best], steps)
+
+    def polish(self) -> None:
+        """Climb on from every layer's peak until rounding stops it: for gradients."""
+        peak = self.peak
+        for layer in range(self.layers):
+            place = peak.block[layer], peak.frequency[layer].clone(), peak.left[layer].clone()
+            self._climb(layer, *place, steps=48, gain=1e-15, rounds=100)
+
+    def _climb(
+        self,
+        layer: int,
+        block: Tensor,
+        frequency: Tensor,
+        left: Tensor,
+        steps: int,
+        gain: float | None = None,
+        rounds: int = 12,
+    ) -> None:
+        """Alternate singular vectors at a frequency and a Newton step for that pair's frequency."""
+        field, block = self.field, block[None]
+        if steps > 8:
+            left = top_eigenpairs(field.gram(block, frequency[None]), left[None], steps)[1][0]
+        best = -math.inf
+        for _ in range(rounds):
+            rows = field.rows_applied(block, left[None])  # (1, N, T): u*K_h
+            right = (rows @ field.waves(frequency[None]).mT)[0, :, 0].conj()  # F*u
+            value = float(torch.linalg.vector_norm(right))
+            self._record(layer, block, frequency, left, right)
+            if value <= best * (1 + (self.rtol / 50 if gain is None else gain)):
+                return
+            best = value
+            if self.cap is not None:
+                return  # on a grid the frequency stays where it is
+            coefficients = (rows[0].mT @ right[:, None])[:, 0] / max(value, 1e-300)
+            frequency = _newton(coefficients, field.positions, frequency)
+            gram = field.gram(block, frequency[None])
+            left = top_eigenpairs(gram, left[None], steps)[1][0]
+            self._count(block)
+
+    def _record(
+        self, layer: int, block: Tensor, frequency: Tensor, left: Tensor, image: Tensor
+    ) -> None:
+        """‖F(ω)*u‖/‖u‖ rounded down; kept if it is the layer's best.
+
+        The image is off by the symbol's rounding and by inner products over rows and taps, both
+        relative to ‖Σ|K|‖_F ‖u‖.
+        """
+        field = self.field
+        norm = float(torch.linalg.vector_norm(left))
+        attained = float(torch.linalg.vector_norm(image))
+        count = len(field.positions)
+        error = symbol_error(field.sizes) + gamma_complex(field.rows + count + field.columns + 32)
+        lower = (attained / norm) * (1 - 64 * UNIT) - 2 * error * float(field.size[block[0]])
+        if lower > float(self.peak.lower[layer]):
+            self.peak.lower[layer] = lower
+            self.peak.block[layer] = block[0]
+            self.peak.frequency[layer] = frequency
+            self.peak.left[layer] = left / norm
+
+    def _give_up(self, cells: Cells) -> Tensor:
+        """Widen until the cells that are left are proved too: the interval stays certified."""
+        target, growth = self._target(), self.rtol
+        while True:
+            passed = self._prove(cells, target)
+            if bool(passed.all()):
+                return target
+            short = self.owner[cells.block[~passed]].unique()
+            target[short] *= 1 + growth
+            growth *= 1.5
+
+
+def start_cells(field: Field) -> Cells:
+    """The coarsest cover: angle at most π/4 an axis, half of the torus."""
+    device = field.taps.device
+    spread = [m - 1 for m in field.sizes]
+    samples = [2 * (2 * w) if w else 1 for w in spread]  # S = 8d, even
+    index = positions(samples)
+    active = [axis for axis, w in enumerate(spread) if w]
+    for axes in (active[:2], *[[axis] for axis in active[2:]]):
+        if axes:
+            index = index[index[:, axes].sum(1) % 2 == 0]
+    index = _one_of_each_pair(index, samples)
+    blocks = torch.arange(field.blocks).repeat_interleave(len(index))
+    index = index.repeat(field.blocks, 1)
+    return Cells(
+        blocks.to(device),
+        index.to(device),
+        torch.tensor(samples, device=device),
+        _angle(field, samples),
+        random_vectors(len(blocks), field),
+    )
+
+
+def random_vectors(count: int, field: Field) -> Tensor:
+    """Seeded starts for the eigenvalue iteration: ``(count, n)``."""
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(count, field.rows, generator=draw, dtype=torch.float64)
+    return start.to(field.taps.device).to(torch.complex128)
+
+
+def quarter(field: Field) -> Callable[[Cells], Cells | None]:
+    """How a field's cells are divided: into cells of half the reach."""
+    active = [axis for axis, m in enumerate(field.sizes) if m > 1]
+    dims = len(field.sizes)
+    moves = [[0] * dims]
+    if active:
+        moves = []
+        for axis in active[:2]:
+            for sign in (1, -1):
+                moves.append([sign if a == axis else 0 for a in range(dims)])
+    for axis in active[2:]:
+        moves = [[*m[:axis], sign, *m[axis + 1 :]] for m in moves for sign in (1, -1)]
+
+    def divide(cells: Cells) -> Cells | None:
+        samples = torch.where(cells.samples > 1, cells.samples * 2, 1)
+        if not active or int(samples.max()) >> LEVELS:
+            return None
+        steps = torch.tensor(moves, device=cells.index.device)
+        index = (cells.index[:, None] * 2 + steps).flatten(0, 1) % samples
+        block = cells.block.repeat_interleave(len(moves))
+        left = cells.left.repeat_interleave(len(moves), 0)
+        # At −ω the vectors are the conjugates.
+        kept, mirrored = _canonical(index, samples)
+        left = torch.where(mirrored[:, None], left.conj(), left)
+        both, inverse = torch.cat([block[:, None], kept], 1).unique(dim=0, return_inverse=True)
+        first = torch.zeros(len(both), dtype=torch.int64, device=both.device)
+        first[inverse] = torch.arange(len(inverse), device=both.device)
+        angle = _angle(field, samples.tolist())
+        return Cells(both[:, 0], both[:, 1:], samples, angle, left[first])
+
+    return divide
+
+
+def _angle(field: Field, samples: list[int]) -> float:
+    reach = [
+        math.pi * (m - 1) / s for m, s in zip(field.sizes, samples, strict=True) if m > 1
+    ]  # d·h, h = 2π/S
+    return (max(reach[:2], default=0.0) + sum(reach[2:])) * (1 + 8 * UNIT)
+
+
+def _canonical(index: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """The smaller, in row order, of k and −k, and whether that is −k."""
+    mirrored = (-index) % samples
+    differs = index != mirrored
+    first = differs & (differs.long().cumsum(1) == 1)
+    swap = ((mirrored - index) * first).sum(1) < 0
+    return torch.where(swap[:, None], mirrored, index), swap
+
+
+def _one_of_each_pair(index: Tensor, samples: list[int]) -> Tensor:
+    return _canonical(index, torch.tensor(samples))[0].unique(dim=0)
+
+
+def _factor(size: int) -> float:
+    """Cholesky's backward error relative to the trace, see ``spectral_norm_above``."""
+    return gamma_complex(size + 1) / (1 - gamma_complex(size + 1)) + 4 * UNIT
+
+
+def _best_per_layer(value: Tensor, layer: Tensor, layers: int) -> list[tuple[int, int]]:
+    best = torch.full((layers,), -math.inf, dtype=value.dtype, device=value.device)
+    best = best.scatter_reduce(0, layer, value, "amax")
+    is_best = (value == best[layer]).nonzero()[:, 0]
+    found = {int(owner): int(i) for i, owner in zip(is_best, layer[is_best], strict=True)}
+    return sorted(found.items())
+
+
+def _newton(coefficients: Tensor, positions: Tensor, frequency: Tensor) -> Tensor:
+    """A local maximum of Re Σ t_h e^{ih·ω} uphill from ``frequency``, by a few guarded steps."""
+    best, highest = frequency, -math.inf
+    for _ in range(6 if positions.shape[1] else 0):
+        angles = positions @ frequency
+        terms = coefficients * torch.complex(angles.cos(), angles.sin())
+        if float(terms.real.sum()) <= highest:
+            break
+        best, highest = frequency, float(terms.real.sum())
+        slope = -(positions * terms.imag[:, None]).sum(0)
+        curve = -(positions[:, :, None] * positions[:, None, :] * terms.real[:, None, None]).sum(0)
+        bends, directions = torch.linalg.eigh(curve)
+        # Absolute curvatures keep every component uphill; where there is none the step stays short.
+        flat = 1e-3 * float(terms.abs().sum()) + 1e-300
+        step = directions @ ((directions.mT @ slope) / bends.abs().clamp_min(flat))
+        length = float(torch.linalg.vector_norm(step))
+        frequency = frequency + step * min(1.0, 0.5 / max(length, 1e-300))
+    return best

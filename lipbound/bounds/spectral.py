@@ -1,0 +1,260 @@
+"""sup σ1(F), certified on both sides: ``bracket``, ``brackets`` and the bound ``spectral``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from lipbound.bounds.field import LAG_BYTES, Field
+from lipbound.bounds.finite import attained, embedding, grid_maximum
+from lipbound.bounds.rounding import UNIT, Scaled
+from lipbound.bounds.search import Search, quarter, start_cells
+from lipbound.geometry import Convolution, Layer, convolution
+from lipbound.symbol import evaluate
+
+LIMIT = 20_000
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """A certified interval: ``lower`` ≤ the true value ≤ ``upper``, in real arithmetic.
+
+    Attributes:
+        lower: Attained: a Rayleigh quotient at ``frequency``, rounded down.
+        upper: Proved.
+        frequency: Where the largest singular value was found, radians per axis.
+        evaluations: Symbols evaluated.
+        certified: Both ends are proved.
+    """
+
+    lower: float
+    upper: float
+    frequency: tuple[float, ...]
+    evaluations: int
+    certified: bool = True
+
+    @property
+    def width(self) -> float:
+        """upper/lower − 1."""
+        return self.upper / self.lower - 1 if self.lower > 0 else float(self.upper > 0)
+
+
+@dataclass
+class _Problem:
+    """One layer's symbols, normalised, with what is needed to come back."""
+
+    conv: Convolution
+    scaled: Scaled
+    taps: Tensor  # (groups, n, N, *m), n ≤ N, float64, no gradient
+
+
+def _problem(conv: Convolution) -> _Problem:
+    scaled = Scaled(conv)
+    return _Problem(conv, scaled, _wide(scaled.taps.detach()))
+
+
+def _wide(taps: Tensor) -> Tensor:
+    return taps if taps.shape[1] <= taps.shape[2] else taps.transpose(1, 2)
+
+
+@dataclass
+class _Found:
+    """What the search says of one layer, in normalised units."""
+
+    lower: float
+    upper: float
+    group: int
+    frequency: Tensor
+    left: Tensor
+    evaluations: int
+
+
+@torch.no_grad()
+def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> list[_Found]:
+    """Solve problems of one shape together, as many at a time as memory allows."""
+    if len({p.taps.shape[1:] for p in problems}) > 1:
+        raise AssertionError("problems of different shapes")
+    _, rows, _, *sizes = problems[0].taps.shape
+    lags = 1
+    for m in sizes:
+        lags *= 2 * m - 1
+    room = max(1, LAG_BYTES // 2 // (8 * lags * rows * rows))
+    found: list[_Found] = []
+    batch: list[_Problem] = []
+    for problem in [*problems, None]:
+        blocks = sum(len(p.taps) for p in batch)
+        if batch and (problem is None or blocks + len(problem.taps) > room):
+            found += _solve(batch, rtol, polish)
+            batch = []
+        if problem is not None:
+            batch.append(problem)
+    return found
+
+
+def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
+    counts = torch.tensor([len(p.taps) for p in problems])
+    device = problems[0].taps.device
+    owner = torch.arange(len(problems)).repeat_interleave(counts).to(device)
+    first = counts.cumsum(0) - counts
+    field = Field(torch.cat([p.taps for p in problems]))
+    search = Search(field, owner, len(problems), rtol, LIMIT)
+    upper = search.run(start_cells(field), quarter(field))
+    if polish:
+        search.polish()
+    peak = search.peak
+    return [
+        _Found(
+            float(peak.lower[i]),
+            float(upper[i]),
+            int(peak.block[i] - first[i]),
+            peak.frequency[i],
+            peak.left[i],
+            int(search.evaluations[i]),
+        )
+        for i in range(len(problems))
+    ]
+
+
+def _check_rtol(rtol: float) -> None:
+    if not isinstance(rtol, int | float) or not 0 < rtol < 1:
+        raise ValueError(f"rtol={rtol!r} must lie between 0 and 1; 1e-3 is the default")
+
+
+def bracket(
+    layer: Layer,
+    rtol: float = 1e-3,
+    *,
+    device: torch.device | str | None = None,
+    **geometry: object,
+) -> Bracket:
+    r"""Certified bounds on both sides of :math:`\sup_\omega \sigma_1(F(\omega))`.
+
+    For zero padding this supremum is the limit of the layer's σ1 as the input grows, and at least
+    σ1 for every size. See :mod:`lipbound.bounds.search` for the proof.
+
+    Args:
+        layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
+        rtol: Wanted upper/lower − 1.
+        device: Where to compute; the weights' device by default.
+        geometry: Options of a bare kernel; ``input_shape`` to bracket the layer's own σ1 at that
+            size instead, see :mod:`lipbound.bounds.finite`.
+
+    Example:
+        >>> found = bracket(torch.ones(1, 1, 3, 3))
+        >>> found.lower <= 9 <= found.upper <= 9.01, found.certified
+        (True, True)
+    """
+    _check_rtol(rtol)
+    conv = convolution(layer, **geometry)  # type: ignore[arg-type]
+    if device is not None:
+        conv = replace(conv, kernel=conv.kernel.to(device))
+    problem = _problem(conv)
+    return _finish(problem, _search([problem], rtol)[0], rtol)
+
+
+def brackets(
+    model: nn.Module | Mapping[str, Layer],
+    rtol: float = 1e-3,
+    *,
+    device: torch.device | str | None = None,
+) -> dict[str, Bracket]:
+    """:func:`bracket` for every convolution and Linear layer of a network, equal shapes together.
+
+    Args:
+        model: A module, or layers by name.
+        rtol: Wanted upper/lower − 1.
+        device: Where to compute; the weights' device by default.
+
+    Example:
+        >>> list(brackets(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))))
+        ['0', '2']
+    """
+    _check_rtol(rtol)
+    if isinstance(model, nn.Module):
+        modules = model.named_modules()
+        layers = {name: m for name, m in modules if isinstance(m, _ConvNd | nn.Linear)}
+    else:
+        layers = dict(model)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    problems: dict[str, _Problem] = {}
+    for name, layer in layers.items():
+        conv = convolution(layer)
+        if device is not None:
+            conv = replace(conv, kernel=conv.kernel.to(device))
+        problems[name] = _problem(conv)
+        taps = problems[name].taps
+        groups.setdefault((tuple(taps.shape[1:]), taps.device), []).append(name)
+    found: dict[str, Bracket] = {}
+    for names in groups.values():
+        results = _search([problems[name] for name in names], rtol)
+        for name, result in zip(names, results, strict=True):
+            found[name] = _finish(problems[name], result, rtol)
+    return {name: found[name] for name in layers}
+
+
+@torch.no_grad()
+def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
+    """From the normalised supremum to the layer: scale, padding, and the input size, if any."""
+    scaled, conv = problem.scaled, problem.conv
+    frequency = tuple(float(w) for w in found.frequency)
+    if bool(scaled.zero):
+        return Bracket(0.0, 0.0, frequency, found.evaluations)
+    big, small = (float(s) for s in scaled.scales)
+    lower, upper, evaluations = found.lower, found.upper * (1 + 8 * UNIT), found.evaluations
+    if conv.input_size is not None:
+        grid = embedding(conv, frequency)
+        if grid is not None:
+            proved, spent = grid_maximum(Field(problem.taps), grid, upper, rtol)
+            upper, evaluations = min(upper, proved), evaluations + spent
+        # On the operator itself, scaled as the symbol is, so that tiny weights do not underflow.
+        lower = attained(replace(conv, kernel=conv.kernel.double() / big / small), rtol)
+    elif conv.symbol_stride() != replace(conv, padding_mode="zeros").symbol_stride():
+        # Circular padding of unknown size: the symbol without stride is only an upper bound. What
+        # long inputs come up to is the strided one's supremum, as without the wrapping.
+        kernel = conv.kernel.double() / big / small
+        inner = bracket(replace(conv, padding_mode="zeros", kernel=kernel), rtol)
+        lower, frequency = inner.lower, inner.frequency
+    upper = upper * scaled.gain * (1 + 8 * UNIT)
+    return Bracket(lower * big * small, upper * big * small, frequency, evaluations)
+
+
+@torch.compiler.disable  # a search: its graph would break at every level
+def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
+    r"""The upper end of :func:`bracket`: at most (1 + rtol) times :math:`\sup_\omega\sigma_1(F)`.
+
+    Differentiable: the gradient is that of u*F(ω*)v at the maximizer and its singular vectors.
+
+    Args:
+        layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
+        rtol: Wanted excess.
+        geometry: Options of a bare kernel; ``input_shape``.
+
+    Returns:
+        The bound, a scalar, at least σ1 for every input size.
+
+    Example:
+        >>> spectral(torch.ones(1, 1, 3, 3))
+        tensor(9.0088)
+    """
+    _check_rtol(rtol)
+    problem = _problem(convolution(layer, **geometry))  # type: ignore[arg-type]
+    scaled = problem.scaled
+    found = _search([problem], rtol, polish=scaled.taps.requires_grad)[0]
+    upper = _finish(problem, found, rtol).upper / scaled.gain
+    upper = upper / float(scaled.scales[0]) / float(scaled.scales[1]) * (1 + 8 * UNIT)
+    taps = _wide(scaled.taps)[found.group]
+    value = _attained(taps, found.frequency, found.left)
+    return scaled.finish(value * (upper / value.detach()), relative=0.0)
+
+
+def _attained(taps: Tensor, frequency: Tensor, left: Tensor) -> Tensor:
+    """u*F(ω*)v with v = F*u normalised, differentiable in the taps ``(n, N, *m)``."""
+    symbol = evaluate(taps[None], frequency[None])[0, 0]  # (n, N)
+    with torch.no_grad():
+        right = symbol.mH @ left
+        right = right / torch.linalg.vector_norm(right)
+    return (left.conj() @ symbol @ right).real
