@@ -12,7 +12,13 @@ import math
 import torch
 from torch import Tensor
 
-from lipbound.bounds.rounding import gamma_complex, symbol_error
+from lipbound.bounds.rounding import (
+    UNIT,
+    gamma,
+    gamma_complex,
+    proved_eigenvalue,
+    symbol_error,
+)
 from lipbound.symbol import positions
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
@@ -61,6 +67,28 @@ class Field:
                 even.append(product.flatten(1))
         self.even = torch.stack(even, 1)  # (blocks, L, n²): the cosines' coefficients
         self.odd = torch.stack(odd, 1) if odd else None  # (blocks, L − 1, n²): the sines'
+
+    def flat_bound(self) -> Tensor:
+        r"""√(λ1(R_0) + Σ_{l≠0} ‖R_l‖_F) ≥ sup σ1(F), ``(blocks,)``: tight for flat symbols only.
+
+        An orthogonal convolution has no other lag than 0; its symbol would need a proof on every
+        cell of a fine cover. Infinite where the lags are not small.
+        """
+        if not self.keeps_lags:
+            return torch.full_like(self.size, math.inf)
+        rest = torch.zeros_like(self.size)
+        if self.odd is not None:  # R = (even + odd)/2, and the two are orthogonal
+            squares = self.even[:, 1:].square().sum(-1) + self.odd.square().sum(-1)
+            rest = squares.sqrt().sum(-1)
+        base = self.even[:, 0].reshape(-1, self.rows, self.rows)
+        hopeless = rest > 0.1 * base.diagonal(dim1=-2, dim2=-1).amax(-1)
+        if bool(hopeless.all()):
+            return torch.full_like(self.size, math.inf)
+        top = torch.linalg.eigvalsh(base)[:, -1]
+        proved = proved_eigenvalue(base, top, self.columns * len(self.positions))
+        slack = 1 + gamma(self.rows**2 + 2 * len(self.lags) + 32)
+        bound = ((proved + rest + self.error) * slack).sqrt() * (1 + 8 * UNIT)
+        return torch.where(hopeless, math.inf, bound)
 
     @property
     def chunk(self) -> int:

@@ -36,6 +36,7 @@ from lipbound.bounds.rounding import UNIT, gamma_complex, symbol_error
 from lipbound.symbol import positions
 
 LEVELS = 30
+FEW, MANY = 8, 48  # Lanczos steps
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Search:
         owner: ``(blocks,)``.
         layers: How many layers.
         rtol: Wanted upper/lower − 1.
-        limit: Symbol evaluations per layer after which the interval is left wider.
+        limit: Cells at once beyond which the interval is left wider.
         cap: An upper bound on the supremum, when the cells are only to cover a grid's points.
     """
 
@@ -106,16 +107,19 @@ class Search:
 
     def run(self, cells: Cells, divide: Callable[[Cells], Cells | None]) -> Tensor:
         """Prove all cells, dividing those that fail; returns the upper end per layer."""
-        self._improve(cells, steps=8)
+        self._improve(cells, steps=FEW)
+        if self.cap is None and bool((self.field.flat_bound() <= self._target()[self.owner]).all()):
+            return self._target()
         while True:
             passed = self._prove(cells, self._target())
             failed = cells[~passed]
             if not len(failed.block):
                 return self._target()
             # Cells this small fail only where σ1 exceeds the lower end: look harder there.
-            self._improve(failed, steps=48 if math.cos(failed.angle) > 1 - self.rtol / 4 else 8)
+            small = math.cos(failed.angle) > 1 - self.rtol / 4
+            self._improve(failed, steps=MANY if small else FEW)
             children = divide(failed)
-            if children is None or bool((self.evaluations > self.limit).any()):
+            if children is None or len(children.block) > self.limit:
                 return self._give_up(failed)
             cells = children
 
@@ -155,74 +159,84 @@ class Search:
         self.evaluations += torch.bincount(self.owner[block], minlength=self.layers)
 
     def _improve(self, cells: Cells, steps: int) -> None:
-        """Estimate σ1 at the cells' centres; where one beats its layer's lower end, climb."""
+        """Estimate λ1(FF*) at the centres; where one beats its layer's lower end, climb."""
         field, frequencies = self.field, cells.frequencies
         value = torch.empty(len(cells.block), dtype=torch.float64, device=cells.block.device)
         for part in torch.arange(len(value), device=value.device).split(field.chunk):
             gram = field.gram(cells.block[part], frequencies[part])
             value[part], cells.left[part] = top_eigenpairs(gram, cells.left[part], 6)
-        for layer, best in _best_per_layer(value, self.owner[cells.block], self.layers):
-            estimate = float(value[best].clamp_min(0).sqrt())
-            if estimate > float(self.peak.lower[layer]) or steps > 8:
-                self._climb(layer, cells.block[best], frequencies[best], cells.left[best], steps)
+        layer = self.owner[cells.block]
+        best = torch.full_like(self.peak.lower, -math.inf).scatter_reduce(0, layer, value, "amax")
+        where = torch.arange(len(value), device=value.device)
+        where = torch.where(value == best[layer], where, -1)
+        where = torch.full_like(self.peak.block, -1).scatter_reduce(0, layer, where, "amax")
+        # A lower end short by less than this costs nothing: τ leaves it room.
+        worth = best.clamp_min(0).sqrt() > self.peak.lower * (1 + self.rtol / 4)
+        if steps > FEW:
+            worth = where >= 0
+        layers = (worth & (where >= 0)).nonzero()[:, 0]
+        if len(layers):
+            at = where[layers]
+            start = (layers, cells.block[at], frequencies[at], cells.left[at])
+            self._climb(*start, reach=max(cells.angle, 1e-6), steps=steps, rounds=4)
 
     def polish(self) -> None:
-        """Climb on from every layer's peak until rounding stops it: for gradients."""
-        peak = self.peak
-        for layer in range(self.layers):
-            place = peak.block[layer], peak.frequency[layer].clone(), peak.left[layer].clone()
-            self._climb(layer, *place, steps=48, gain=1e-15, rounds=100)
+        """Climb on from every layer's peak, until rounding stops it: for gradients."""
+        layers = torch.arange(self.layers, device=self.owner.device)
+        peak = (self.peak.block.clone(), self.peak.frequency.clone(), self.peak.left.clone())
+        self._climb(layers, *peak, reach=1e-2, steps=MANY, rounds=40)
 
     def _climb(
         self,
-        layer: int,
+        layers: Tensor,
         block: Tensor,
         frequency: Tensor,
         left: Tensor,
+        reach: float,
         steps: int,
-        gain: float | None = None,
-        rounds: int = 12,
+        rounds: int,
     ) -> None:
-        """Alternate singular vectors at a frequency and a Newton step for that pair's frequency."""
-        field, block = self.field, block[None]
-        if steps > 8:
-            left = top_eigenpairs(field.gram(block, frequency[None]), left[None], steps)[1][0]
-        best = -math.inf
-        for _ in range(rounds):
-            rows = field.rows_applied(block, left[None])  # (1, N, T): u*K_h
-            right = (rows @ field.waves(frequency[None]).mT)[0, :, 0].conj()  # F*u
-            value = float(torch.linalg.vector_norm(right))
-            self._record(layer, block, frequency, left, right)
-            if value <= best * (1 + (self.rtol / 50 if gain is None else gain)):
-                return
-            best = value
-            if self.cap is not None:
-                return  # on a grid the frequency stays where it is
-            coefficients = (rows[0].mT @ right[:, None])[:, 0] / max(value, 1e-300)
-            frequency = _newton(coefficients, field.positions, frequency)
-            gram = field.gram(block, frequency[None])
-            left = top_eigenpairs(gram, left[None], steps)[1][0]
-            self._count(block)
+        """Alternate: singular vectors u, v at a frequency, then the frequency for that u and v.
+
+        Re u*F(ω)v is a scalar polynomial in ω, so the second half is nearly free.
+        """
+        field = self.field
+        for turn in range(rounds):
+            if turn:
+                gram = field.gram(block, frequency)
+                left = top_eigenpairs(gram, left, steps)[1]
+                self._count(block)
+            rows = field.rows_applied(block, left)  # (Q, N, T): u*K_h
+            right = (rows @ field.waves(frequency)[..., None])[..., 0].conj()  # F*u
+            self._record(layers, block, frequency, left, right)
+            if self.cap is not None or not field.positions.shape[1]:
+                return  # on a grid, or without one, the frequency stays where it is
+            coefficients = (rows.mT @ right[..., None])[..., 0]
+            frequency = _uphill(coefficients, field.positions, frequency, reach / 2**turn)
 
     def _record(
-        self, layer: int, block: Tensor, frequency: Tensor, left: Tensor, image: Tensor
+        self, layers: Tensor, block: Tensor, frequency: Tensor, left: Tensor, image: Tensor
     ) -> None:
-        """‖F(ω)*u‖/‖u‖ rounded down; kept if it is the layer's best.
+        """‖F(ω)*u‖/‖u‖ rounded down, kept where it is a layer's best.
 
         The image is off by the symbol's rounding and by inner products over rows and taps, both
         relative to ‖Σ|K|‖_F ‖u‖.
         """
-        field = self.field
-        norm = float(torch.linalg.vector_norm(left))
-        attained = float(torch.linalg.vector_norm(image))
+        field, peak = self.field, self.peak
+        norm = torch.linalg.vector_norm(left, dim=-1)
+        attained = torch.linalg.vector_norm(image, dim=-1) / norm
         count = len(field.positions)
         error = symbol_error(field.sizes) + gamma_complex(field.rows + count + field.columns + 32)
-        lower = (attained / norm) * (1 - 64 * UNIT) - 2 * error * float(field.size[block[0]])
-        if lower > float(self.peak.lower[layer]):
-            self.peak.lower[layer] = lower
-            self.peak.block[layer] = block[0]
-            self.peak.frequency[layer] = frequency
-            self.peak.left[layer] = left / norm
+        lower = attained * (1 - 64 * UNIT) - 2 * error * field.size[block]
+        better = lower > peak.lower[layers]
+        for kept, new in (
+            (peak.lower, lower),
+            (peak.block, block),
+            (peak.frequency, frequency),
+            (peak.left, left / norm[:, None]),
+        ):
+            choose = better.reshape(-1, *[1] * (new.ndim - 1))
+            kept[layers] = torch.where(choose, new, kept[layers])
 
     def _give_up(self, cells: Cells) -> Tensor:
         """Widen until the cells that are left are proved too: the interval stays certified."""
@@ -237,10 +251,10 @@ class Search:
 
 
 def start_cells(field: Field) -> Cells:
-    """The coarsest cover: angle at most π/4 an axis, half of the torus."""
+    """The coarsest cover of half the torus: cells reach π/4 on the pair of axes, and on a third."""
     device = field.taps.device
     spread = [m - 1 for m in field.sizes]
-    samples = [2 * (2 * w) if w else 1 for w in spread]  # S = 8d, even
+    samples = [4 * w if w else 1 for w in spread]
     index = positions(samples)
     active = [axis for axis, w in enumerate(spread) if w]
     for axes in (active[:2], *[[axis] for axis in active[2:]]):
@@ -315,6 +329,8 @@ def _canonical(index: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_of_each_pair(index: Tensor, samples: list[int]) -> Tensor:
+    if not samples:
+        return index
     return _canonical(index, torch.tensor(samples))[0].unique(dim=0)
 
 
@@ -323,29 +339,19 @@ def _factor(size: int) -> float:
     return gamma_complex(size + 1) / (1 - gamma_complex(size + 1)) + 4 * UNIT
 
 
-def _best_per_layer(value: Tensor, layer: Tensor, layers: int) -> list[tuple[int, int]]:
-    best = torch.full((layers,), -math.inf, dtype=value.dtype, device=value.device)
-    best = best.scatter_reduce(0, layer, value, "amax")
-    is_best = (value == best[layer]).nonzero()[:, 0]
-    found = {int(owner): int(i) for i, owner in zip(is_best, layer[is_best], strict=True)}
-    return sorted(found.items())
-
-
-def _newton(coefficients: Tensor, positions: Tensor, frequency: Tensor) -> Tensor:
-    """A local maximum of Re Σ t_h e^{ih·ω} uphill from ``frequency``, by a few guarded steps."""
-    best, highest = frequency, -math.inf
-    for _ in range(6 if positions.shape[1] else 0):
-        angles = positions @ frequency
-        terms = coefficients * torch.complex(angles.cos(), angles.sin())
-        if float(terms.real.sum()) <= highest:
-            break
-        best, highest = frequency, float(terms.real.sum())
-        slope = -(positions * terms.imag[:, None]).sum(0)
-        curve = -(positions[:, :, None] * positions[:, None, :] * terms.real[:, None, None]).sum(0)
-        bends, directions = torch.linalg.eigh(curve)
-        # Absolute curvatures keep every component uphill; where there is none the step stays short.
-        flat = 1e-3 * float(terms.abs().sum()) + 1e-300
-        step = directions @ ((directions.mT @ slope) / bends.abs().clamp_min(flat))
-        length = float(torch.linalg.vector_norm(step))
-        frequency = frequency + step * min(1.0, 0.5 / max(length, 1e-300))
-    return best
+def _uphill(coefficients: Tensor, positions: Tensor, frequency: Tensor, reach: float) -> Tensor:
+    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices."""
+    dims = positions.shape[1]
+    lattice = torch.cartesian_prod(*[torch.arange(-2, 3)] * dims).reshape(-1, dims) / 2
+    lattice = lattice.to(frequency)
+    for _ in range(8):
+        tried = frequency[:, None] + reach * lattice  # (Q, 5^D, D)
+        angles = tried @ positions.mT
+        parts = (
+            coefficients.real[:, None] * angles.cos(),
+            coefficients.imag[:, None] * angles.sin(),
+        )
+        best = (parts[0] - parts[1]).sum(-1).argmax(1)
+        frequency = tried[torch.arange(len(tried), device=best.device), best]
+        reach *= 0.55
+    return frequency

@@ -16,7 +16,7 @@ from lipbound.bounds.search import Search, quarter, start_cells
 from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.symbol import evaluate
 
-LIMIT = 20_000
+LIMIT = 5e9  # cells at once times n³ + 1e5: a flat symbol of three axes would never end
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Fou
     owner = torch.arange(len(problems)).repeat_interleave(counts).to(device)
     first = counts.cumsum(0) - counts
     field = Field(torch.cat([p.taps for p in problems]))
-    search = Search(field, owner, len(problems), rtol, LIMIT)
+    limit = max(5_000 * len(problems), int(LIMIT / (field.rows**3 + 1e5)))
+    search = Search(field, owner, len(problems), rtol, limit)
     upper = search.run(start_cells(field), quarter(field))
     if polish:
         search.polish()
