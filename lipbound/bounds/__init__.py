@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from lipbound.bounds.certified import Bracket, bracket, brackets, spectral
 from lipbound.bounds.energies import frobenius, lipbound
-from lipbound.bounds.fantastic_four import fantastic_four
-from lipbound.bounds.gram import gram
-from lipbound.bounds.spectral import Bracket, bracket, brackets, spectral
+from lipbound.bounds.gram_iteration import gram
+from lipbound.bounds.reshapes import fantastic_four
 from lipbound.geometry import Layer
 from lipbound.methods import call
 

@@ -36,7 +36,8 @@ from lipbound.bounds.rounding import UNIT, gamma_complex, symbol_error
 from lipbound.symbol import positions
 
 LEVELS = 30
-FEW, MANY = 8, 48  # Lanczos steps
+FEW, MANY, ALL = 8, 48, 1 << 30  # Lanczos steps; all: a full eigenvalue decomposition
+RETRIES = 8
 
 
 @dataclass
@@ -110,6 +111,7 @@ class Search:
         self._improve(cells, steps=FEW)
         if self.cap is None and bool((self.field.flat_bound() <= self._target()[self.owner]).all()):
             return self._target()
+        retries = 0
         while True:
             passed = self._prove(cells, self._target())
             failed = cells[~passed]
@@ -117,8 +119,10 @@ class Search:
                 return self._target()
             # Cells this small fail only where σ1 exceeds the lower end: look harder there.
             small = math.cos(failed.angle) > 1 - self.rtol / 4
-            self._improve(failed, steps=MANY if small else FEW)
+            self._improve(failed, steps=ALL if retries else MANY if small else FEW)
             children = divide(failed)
+            if children is None and retries < RETRIES:
+                children, retries = failed, retries + 1  # points: only a better lower end helps
             if children is None or len(children.block) > self.limit:
                 return self._give_up(failed)
             cells = children
@@ -181,10 +185,34 @@ class Search:
             self._climb(*start, reach=max(cells.angle, 1e-6), steps=steps, rounds=4)
 
     def polish(self) -> None:
-        """Climb on from every layer's peak, until rounding stops it: for gradients."""
-        layers = torch.arange(self.layers, device=self.owner.device)
-        peak = (self.peak.block.clone(), self.peak.frequency.clone(), self.peak.left.clone())
-        self._climb(layers, *peak, reach=1e-2, steps=MANY, rounds=40)
+        """Newton's method from every layer's peak: the place and vectors a gradient needs.
+
+        λ1(FF*) has the gradient of u*FF*u at its vector u; the second derivatives are differences
+        of it.
+        """
+        field, dims = self.field, self.field.positions.shape[1]
+        offsets = torch.cat([torch.zeros(1, dims), torch.eye(dims)]).to(self.peak.frequency) * 1e-5
+        for layer in range(self.layers):
+            block = self.peak.block[layer].expand(dims + 1)
+            frequency, left = self.peak.frequency[layer].clone(), self.peak.left[layer].clone()
+            for _ in range(6):
+                places = frequency + offsets
+                start = left.expand(dims + 1, -1)
+                left_all = top_eigenpairs(field.gram(block, places), start, MANY)[1]
+                rows, waves = field.rows_applied(block, left_all), field.waves(places)
+                image = (rows @ waves[..., None])[..., 0]  # (F*u)*
+                turned = rows @ (1j * field.positions * waves[..., None])  # (1 + D, N, D)
+                slope = 2 * (image.conj()[..., None] * turned).sum(1).real
+                left = left_all[0]
+                self._record(
+                    torch.tensor([layer], device=left.device), block[:1], frequency[None],
+                    left[None], image[:1].conj(), always=True,
+                )  # fmt: skip
+                bend = (slope[1:] - slope[0]) / 1e-5
+                bend = (bend + bend.mT) / 2
+                if not dims or bool((torch.linalg.eigvalsh(bend) >= 0).any()):
+                    break
+                frequency = frequency - torch.linalg.solve(bend, slope[0])
 
     def _climb(
         self,
@@ -215,9 +243,15 @@ class Search:
             frequency = _uphill(coefficients, field.positions, frequency, reach / 2**turn)
 
     def _record(
-        self, layers: Tensor, block: Tensor, frequency: Tensor, left: Tensor, image: Tensor
+        self,
+        layers: Tensor,
+        block: Tensor,
+        frequency: Tensor,
+        left: Tensor,
+        image: Tensor,
+        always: bool = False,
     ) -> None:
-        """‖F(ω)*u‖/‖u‖ rounded down, kept where it is a layer's best.
+        """‖F(ω)*u‖/‖u‖ rounded down, kept where it is a layer's best (or equal but for rounding).
 
         The image is off by the symbol's rounding and by inner products over rows and taps, both
         relative to ‖Σ|K|‖_F ‖u‖.
@@ -228,7 +262,8 @@ class Search:
         count = len(field.positions)
         error = symbol_error(field.sizes) + gamma_complex(field.rows + count + field.columns + 32)
         lower = attained * (1 - 64 * UNIT) - 2 * error * field.size[block]
-        better = lower > peak.lower[layers]
+        better = lower >= peak.lower[layers] * (1 - 1e-12 * always)
+        lower = torch.maximum(lower, peak.lower[layers])
         for kept, new in (
             (peak.lower, lower),
             (peak.block, block),
@@ -240,13 +275,18 @@ class Search:
 
     def _give_up(self, cells: Cells) -> Tensor:
         """Widen until the cells that are left are proved too: the interval stays certified."""
+        # σ1(F) ≤ ‖Σ|K|‖_F at every frequency: no proof is needed beyond that.
+        ceiling = torch.zeros_like(self.peak.lower).scatter_reduce(
+            0, self.owner, self.field.size * (1 + 1e-9), "amax"
+        )
         target, growth = self._target(), self.rtol
         while True:
-            passed = self._prove(cells, target)
-            if bool(passed.all()):
-                return target
-            short = self.owner[cells.block[~passed]].unique()
-            target[short] *= 1 + growth
+            failed = self.owner[cells.block[~self._prove(cells, target)]].unique()
+            failed = failed[target[failed] < ceiling[failed]]
+            if not len(failed):
+                return torch.minimum(target, ceiling)
+            raised = (target[failed] * (1 + growth)).clamp_min(1e-3 * ceiling[failed])
+            target[failed] = raised
             growth *= 1.5
 
 

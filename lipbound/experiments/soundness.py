@@ -200,9 +200,8 @@ def main() -> None:
         "torch": torch.__version__,
         "lipbound": __version__,
     }
-    print(
-        f"{chosen.count} layers, {len(failures)} violations, {len(wide)} wide, {record['seconds']} s"
-    )
+    summary = f"{chosen.count} layers, {len(failures)} violations, {len(wide)} wide"
+    print(f"{summary}, {record['seconds']} s")
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         chosen.out.write_text(json.dumps(record, indent=1) + "\n")

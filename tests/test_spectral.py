@@ -1,0 +1,280 @@
+"""Certified brackets: both ends hold, are as close as asked, and survive hostile kernels."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from cases import LAYERS, ROUNDING, build, kernels, spectral_norm
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lipbound import bound, bracket, brackets, convolution, exact, lipschitz
+from lipbound.bounds.field import Field, top_eigenpairs
+from lipbound.bounds.finite import embedding
+from lipbound.bounds.search import Search, quarter, start_cells
+from lipbound.experiments.soundness import random_case, violations
+from lipbound.symbol import evaluate, taps
+from lipbound.toeplitz import operator_matrix
+
+
+def dense_peak(kernel: torch.Tensor, samples: int = 96) -> float:
+    """max σ1(F) over a fine grid, by SVD: at most the supremum, at least cos²(πd/S) of it."""
+    spatial = tuple(range(2, kernel.ndim))
+    transform = torch.fft.fftn(kernel.double(), s=[samples] * len(spatial), dim=spatial)
+    return float(torch.linalg.matrix_norm(transform.flatten(2).permute(2, 0, 1), 2).max())
+
+
+def grid_peak(kernel: torch.Tensor, samples: int) -> float:
+    """The same for 2d kernels by eigenvalues of FF*, on half the grid: quicker."""
+    half = torch.fft.rfft2(kernel.double(), s=(samples, samples)).permute(2, 3, 0, 1).flatten(0, 1)
+    wide = half if half.shape[1] <= half.shape[2] else half.mH
+    return float(torch.linalg.eigvalsh(wide @ wide.mH)[:, -1].max().sqrt())
+
+
+def check(kernel: torch.Tensor, rtol: float = 1e-3) -> None:
+    found = bracket(kernel, rtol)
+    assert found.certified
+    assert found.lower <= found.upper <= found.lower * (1 + rtol)
+    place = torch.tensor([found.frequency], dtype=torch.float64)
+    symbol = evaluate(taps(convolution(kernel)).double(), place)
+    assert found.lower <= float(torch.linalg.matrix_norm(symbol, 2).max()) * (1 + 1e-13)
+    assert found.upper >= dense_peak(kernel) * ROUNDING
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_a_sample_of_the_soundness_experiment(block):
+    """Random layers of every kind, precision and scale; the experiment runs 10,000 of them."""
+    for seed in range(25 * block, 25 * (block + 1)):
+        case = random_case(seed)
+        assert violations(case) == [], case
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("rtol", [1e-3, 1e-6])
+def test_finite_size_bracket_holds_the_svd(name, rtol):
+    layer, size = build(name), LAYERS[name]["size"]
+    for kernel in list(kernels(tuple(layer.weight.shape)).values())[::5]:
+        layer.weight.copy_(kernel)
+        truth = spectral_norm(operator_matrix(layer, size))
+        found = bracket(layer, rtol, input_shape=size)
+        assert found.lower * ROUNDING <= truth <= found.upper / ROUNDING
+        assert found.upper <= bracket(layer, rtol).upper * (1 + 1e-12)
+
+
+def twin_peaks() -> torch.Tensor:
+    """cos and sin waves on separate channels, their peaks equal to the last digits."""
+    h = torch.arange(5, dtype=torch.float64)
+    kernel = torch.zeros(2, 2, 5, dtype=torch.float64)
+    kernel[0, 0] = torch.cos(0.9 * (h - 2))
+    kernel[1, 1] = torch.cos(2.1 * (h - 2))
+    peaks = [dense_peak(kernel[i : i + 1, i : i + 1], 40_000) for i in range(2)]
+    kernel[1, 1] *= peaks[0] / peaks[1] * (1 + 1e-9)
+    return kernel
+
+
+def orthogonal() -> torch.Tensor:
+    kernel = torch.zeros(6, 6, 3, 3, dtype=torch.float64)
+    kernel[:, :, 1, 1] = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))[0]
+    return kernel
+
+
+HOSTILE = {
+    "two near-equal peaks": twin_peaks,
+    "flat": orthogonal,
+    "shifted flat": lambda: orthogonal().roll((1, 0), (2, 3)),
+    "rank one": lambda: torch.einsum("a,b,c,d->abcd", *[torch.randn(4).double() for _ in range(4)]),
+    "spike between grid points": lambda: torch.cos(
+        1.2345 * torch.arange(9, dtype=torch.float64)
+    ).reshape(1, 1, 9),
+    "1e-20": lambda: torch.randn(3, 4, 3, 3) * 1e-20,
+    "1e20": lambda: torch.randn(3, 4, 3, 3) * 1e20,
+    "nearly zero": lambda: torch.randn(3, 4, 3, 3).double() * 1e-300,
+    "one entry": lambda: torch.nn.functional.pad(torch.ones(1, 1, 1, 1), (1, 1, 1, 1)),
+    "all equal": lambda: torch.ones(4, 4, 3, 3),
+    "alternating": lambda: torch.ones(4, 4, 3, 3) * torch.tensor([1.0, -1, 1]),
+    "mixed scales": lambda: (
+        torch.randn(4, 4, 3, 3).double() * torch.logspace(-9, 9, 4)[:, None, None, None]
+    ),
+    "half": lambda: torch.randn(3, 4, 3, 3).half(),
+    "bfloat16": lambda: torch.randn(3, 4, 3, 3).bfloat16(),
+    "even": lambda: torch.randn(3, 2, 4, 2),
+    "matrix": lambda: torch.randn(7, 5),
+    "wide matrix": lambda: torch.randn(40, 70),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("rtol", [1e-3, 1e-6])
+def test_hostile_kernels(name, rtol):
+    torch.manual_seed(1)
+    kernel = HOSTILE[name]()
+    if name == "matrix":
+        found, truth = bracket(kernel, rtol), float(torch.linalg.matrix_norm(kernel.double(), 2))
+        assert found.lower <= truth <= found.upper <= found.lower * (1 + rtol)
+    elif name == "wide matrix":
+        found, truth = bracket(kernel, rtol), float(torch.linalg.matrix_norm(kernel.double(), 2))
+        assert found.lower * ROUNDING <= truth <= found.upper <= found.lower * (1 + rtol)
+    elif name == "nearly zero":
+        found, same = bracket(kernel, rtol), bracket(kernel * 2.0**900, rtol)
+        assert found.upper == pytest.approx(same.upper * 2.0**-900, rel=1e-15)
+    else:
+        check(kernel, rtol)
+
+
+def test_zero_kernel():
+    found = bracket(torch.zeros(2, 3, 3, 3))
+    assert (found.lower, found.upper, found.certified) == (0, 0, True)
+    assert bracket(torch.zeros(2, 3, 3, 3), input_shape=(5, 5)).upper == 0
+
+
+def test_trained_kernels(shared):
+    """All convolutions of four trained ResNets, in float32 and float64; few evaluations."""
+    from safetensors.torch import load_file
+
+    evaluations = []
+    for depth in (20, 32, 44, 56):
+        weights = load_file(shared / "data" / "weights" / f"cifar10_resnet{depth}.safetensors")
+        layers = {k: v for k, v in weights.items() if v.ndim == 4}
+        single, double = brackets(layers), brackets({k: v.double() for k, v in layers.items()})
+        for name, kernel in layers.items():
+            peak = grid_peak(kernel, 24)
+            for found in (single[name], double[name]):
+                assert found.upper <= found.lower * 1.001
+                assert peak * ROUNDING <= found.upper
+                assert found.lower <= peak / math.cos(math.pi / 24) ** 2
+            evaluations.append(single[name].evaluations)
+    assert len(evaluations) >= 148
+    assert np.median(evaluations) <= 400
+
+
+def test_a_network_in_one_call_equals_layer_by_layer():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(4, 4, 3, stride=2), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 2),
+    )  # fmt: skip
+    together = brackets(model)
+    assert list(together) == ["0", "1", "3", "4", "5", "7"]
+    for name, found in together.items():
+        alone = bracket(model.get_submodule(name))
+        assert found.lower <= alone.upper
+        assert alone.lower <= found.upper
+        assert found.width <= 1e-3
+    with pytest.raises(ValueError, match="NaN"):
+        brackets({"bad": torch.full((1, 1, 3, 3), torch.nan)})
+
+
+def test_spectral_is_the_default_and_the_brackets_upper_end():
+    layer = nn.Conv2d(3, 4, 3).double().requires_grad_(False)
+    upper = bracket(layer).upper
+    assert float(bound(layer)) == pytest.approx(upper, rel=1e-14)
+    assert float(lipschitz(layer)) == pytest.approx(upper, rel=1e-14)
+    tighter = bound(layer, input_shape=(8, 8))
+    assert exact(layer, (8, 8)) <= float(tighter) < upper
+
+
+def test_gradient_is_the_maximizers():
+    """Against the SVD at the peak: ∂σ1/∂K_h = Re(ū v* e^{ih·ω})."""
+    kernel = torch.randn(5, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    value = bound(kernel)
+    (gradient,) = torch.autograd.grad(value, kernel)
+    found = bracket(kernel, 1e-9)
+    place = torch.tensor([found.frequency], dtype=torch.float64)
+    symbol = evaluate(kernel[None], place)
+    (wanted,) = torch.autograd.grad(torch.linalg.matrix_norm(symbol, 2).sum(), kernel)
+    torch.testing.assert_close(gradient, wanted * float(value) / found.lower, rtol=1e-4, atol=1e-5)
+
+
+def test_the_proof_decides(monkeypatch):
+    """With worthless estimates the interval widens or the search works longer; it stays true."""
+
+    def useless(matrices, start, steps):
+        return torch.zeros(len(matrices), dtype=torch.float64), torch.ones_like(start)
+
+    monkeypatch.setattr("lipbound.bounds.search.top_eigenpairs", useless)
+    monkeypatch.setattr("lipbound.bounds.certified.LIMIT", 1e8)
+    kernel = torch.randn(4, 4, 3, 3, dtype=torch.float64)
+    found = bracket(kernel)
+    peak = dense_peak(kernel)
+    assert found.lower <= peak * 1.01
+    assert peak <= found.upper <= 20 * peak
+    assert found.certified
+
+
+@given(st.lists(st.integers(1, 4), max_size=3), st.integers(1, 4), st.integers(1, 3))
+def test_field_is_the_symbols_gram_matrix(sizes, rows, extra):
+    """The fast path (lag matrices) and its twin (a product each time) against the symbol."""
+    coefficients = torch.randn(3, rows, rows + extra, *sizes, dtype=torch.float64)
+    field = Field(coefficients)
+    block = torch.tensor([0, 2, 1, 2])
+    places = torch.rand(4, len(sizes), dtype=torch.float64) * 6
+    wanted = torch.stack(
+        [evaluate(coefficients[b][None], w[None])[0, 0] for b, w in zip(block, places, strict=True)]
+    )
+    wanted = wanted @ wanted.mH
+    torch.testing.assert_close(field.gram(block, places), wanted)
+    field.keeps_lags = False
+    torch.testing.assert_close(field.gram(block, places), wanted)
+    assert (
+        torch.linalg.matrix_norm(field.gram(block, places) - wanted, 2) <= field.error[block]
+    ).all()
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 3), st.integers(0, 2**31)
+)
+def test_cells_cover_the_torus(sizes, levels, seed):
+    """Every frequency, or its negative, lies within the stated angle of some cell's centre."""
+    field = Field(torch.ones(1, 1, 1, *sizes, dtype=torch.float64))
+    cells = start_cells(field)
+    for _ in range(levels if math.prod(sizes) <= 27 else 0):
+        divided = quarter(field)(cells)
+        cells = cells if divided is None else divided
+    rng = np.random.default_rng(seed)
+    points = rng.uniform(0, 2 * np.pi, (200, len(sizes)))
+    centres = cells.frequencies.numpy()
+    degree = np.array([(m - 1) / 2 for m in sizes])
+    for point in points:
+        nearest = math.inf
+        for mirror in (point, -point):
+            offset = np.angle(np.exp(1j * (centres - mirror)))
+            nearest = min(nearest, (np.abs(offset) @ degree).min())
+        assert nearest <= cells.angle * (1 + 1e-12)
+
+
+@given(st.integers(1, 30), st.integers(0, 2**31))
+def test_lanczos_never_exceeds_the_top(size, seed):
+    draw = torch.Generator().manual_seed(seed)
+    half = torch.randn(2, size, size, dtype=torch.complex128, generator=draw)
+    matrices = half @ half.mH
+    start = torch.randn(2, size, dtype=torch.complex128, generator=draw)
+    values, vectors = top_eigenpairs(matrices, start, 6)
+    truth = torch.linalg.eigvalsh(matrices)[:, -1]
+    assert (values <= truth * (1 + 1e-12)).all()
+    quotient = (vectors.conj() * (matrices @ vectors[..., None])[..., 0]).sum(-1).real
+    torch.testing.assert_close(quotient, values)
+
+
+def test_twisted_circulant_is_exact_for_the_box_kernel():
+    """(1, 1, 1): σ1 = 1 + 2cos(π/(n + 1)), which the twist φ = π attains."""
+    for n in (3, 8, 20):
+        kernel = torch.ones(1, 1, 3, dtype=torch.float64)
+        found = bracket(kernel, 1e-6, input_shape=(n,))
+        truth = 1 + 2 * math.cos(math.pi / (n + 1))
+        assert found.lower <= truth * (1 + 1e-14)
+        assert truth <= found.upper <= truth * (1 + 2e-6)
+        grid = embedding(convolution(kernel, input_shape=(n,)), (0.0,))
+        assert (grid.sizes, grid.twist) == ((n + 1,), (1,))
+
+
+def test_search_gives_up_by_widening():
+    coefficients = torch.randn(1, 3, 3, 3, 3, dtype=torch.float64)
+    field = Field(coefficients)
+    owner = torch.zeros(1, dtype=torch.int64)
+    search = Search(field, owner, 1, 1e-6, limit=10)
+    upper = float(search.run(start_cells(field), quarter(field))[0])
+    peak = dense_peak(coefficients[0])
+    assert peak <= upper <= 3 * peak
