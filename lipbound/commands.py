@@ -42,7 +42,7 @@ def root(
 def audit(
     source: Annotated[str, typer.Argument(help="'demo': the network inside the package.")],
 ) -> None:
-    """Every layer's gain: the true σ1 at its input size and the bounds above it."""
+    """Every layer's gain: σ1 at its input size, and the certified interval for every size."""
     if source != "demo":
         raise ValueError(f"cannot audit {source!r}; this version audits the embedded 'demo'")
     from lipbound import demo
@@ -50,4 +50,5 @@ def audit(
     from lipbound.survey import survey
 
     rows = survey(demo.network(), demo.INPUT_SHAPE)
-    layer_table(rows, "A small CNN trained on 8×8 digits: σ1 at the layer's input, bounds")
+    title = "A small CNN trained on 8×8 digits: σ1 at each layer's input, certified for any input"
+    layer_table(rows, title)

@@ -9,7 +9,6 @@ from rich.table import Table
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.bounds import BOUNDS
 from lipbound.survey import Row
 
 
@@ -22,15 +21,13 @@ def layer_table(rows: Iterable[Row], title: str, console: Console | None = None)
     for heading in ("layer", "geometry", "input"):
         table.add_column(heading, no_wrap=True)
     table.add_column("σ1", justify="right", style="green")
-    for method in BOUNDS:
-        table.add_column(f"≤ {method}", justify="right")
+    for heading in ("lower", "upper", "LipBound"):
+        table.add_column(heading, justify="right")
     for row in rows:
-        values = [row.bounds.get(method) for method in BOUNDS]
-        if "lipschitz" in row.bounds:
-            values[0] = row.bounds["lipschitz"]
-        cells = ["" if value is None else f"{value:.4f}" for value in values]
+        numbers = (row.exact, row.bracket.lower, row.bracket.upper, row.lipbound)
+        cells = ["" if value is None else f"{value:.4f}" for value in numbers]
         size = "×".join(map(str, row.input_shape))
-        table.add_row(row.name, geometry(row.layer), size, f"{row.exact:.4f}", *cells)
+        table.add_row(row.name, geometry(row.layer), size, *cells)
     console.print(table)
 
 

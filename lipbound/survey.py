@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.bounds import BOUNDS, bound
+from lipbound.bounds import Bracket, bound, bracket
 from lipbound.layers import lipschitz
 from lipbound.toeplitz import exact
 
@@ -19,13 +19,20 @@ LINEAR_LAYERS = (_ConvNd, nn.Linear, _BatchNorm)
 
 @dataclass(frozen=True)
 class Row:
-    """One layer: ``bounds`` by method for convolutions, by ``'lipschitz'`` for the others."""
+    """One layer: what is true at its input size, and what is proved for every size.
+
+    Attributes:
+        exact: σ1 at ``input_shape``, by SVD or Lanczos.
+        bracket: Certified interval of sup σ1(F); for BatchNorm its constant, twice.
+        lipbound: The paper's bound, for convolutions.
+    """
 
     name: str
     layer: nn.Module
     input_shape: tuple[int, ...]
     exact: float
-    bounds: dict[str, float]
+    bracket: Bracket
+    lipbound: float | None
 
 
 def input_shapes(model: nn.Module, input_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -54,10 +61,9 @@ def survey(model: nn.Module, input_shape: Sequence[int]) -> Iterator[Row]:
     """Rows in the order the layers run, each computed when asked for."""
     for name, shape in input_shapes(model, input_shape).items():
         layer = model.get_submodule(name)
-        if isinstance(layer, _ConvNd):
-            bounds = {method: float(bound(layer, method)) for method in BOUNDS}
-            yield Row(name, layer, shape, exact(layer, shape), bounds)
-        else:
+        if isinstance(layer, _BatchNorm):
             value = float(lipschitz(layer))
-            truth = exact(layer, shape) if isinstance(layer, nn.Linear) else value
-            yield Row(name, layer, shape, truth, {"lipschitz": value})
+            yield Row(name, layer, shape, value, Bracket(value, value, (), 0), None)
+            continue
+        paper = float(bound(layer, "lipbound")) if isinstance(layer, _ConvNd) else None
+        yield Row(name, layer, shape, exact(layer, shape), bracket(layer), paper)
