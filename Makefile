@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint picture clean
+.PHONY: run test lint picture results clean
 
 run: $(STAMP)
 	$(BIN)/lipbound audit demo
@@ -19,6 +19,9 @@ lint: $(STAMP)
 
 picture: $(STAMP)
 	$(BIN)/python docs/picture.py
+
+results: $(STAMP)
+	$(BIN)/python docs/results.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -103,25 +103,12 @@ class Field:
             symbols = self.symbol(block, frequencies)
             return symbols @ symbols.mH
         angles = frequencies @ self.lags.mT  # (P, L)
-        cos, sin = angles.cos(), angles[:, 1:].sin()
-        shape = (len(block), self.rows, self.rows)
-        if self.blocks == 1:
-            real = cos @ self.even[0]
-            imag = torch.zeros_like(real) if self.odd is None else sin @ self.odd[0]
-        elif self.even[0].numel() <= GATHER:
-            real = (cos[:, None] @ self.even[block])[:, 0]
+        real = _times_blocks(angles.cos(), self.even, block)
+        if self.odd is None:
             imag = torch.zeros_like(real)
-            if self.odd is not None:
-                imag = (sin[:, None] @ self.odd[block])[:, 0]
         else:
-            real = torch.empty(len(block), self.rows**2, dtype=torch.float64, device=cos.device)
-            imag = torch.zeros_like(real)
-            for b in block.unique().tolist():
-                mine = block == b
-                real[mine] = cos[mine] @ self.even[b]
-                if self.odd is not None:
-                    imag[mine] = sin[mine] @ self.odd[b]
-        return torch.complex(real, imag).reshape(shape)
+            imag = _times_blocks(angles[:, 1:].sin(), self.odd, block)
+        return torch.complex(real, imag).reshape(-1, self.rows, self.rows)
 
     def symbol(self, block: Tensor, frequencies: Tensor) -> Tensor:
         """F itself: ``(P, n, N)`` complex128."""
@@ -141,6 +128,30 @@ class Field:
         flat = taps.reshape(len(block), self.rows, -1)
         parts = [(part[:, None] @ flat)[:, 0] for part in (left.real, -left.imag)]
         return torch.complex(*parts).reshape(-1, self.columns, taps.shape[-1])
+
+
+def _times_blocks(factors: Tensor, blocks: Tensor, block: Tensor) -> Tensor:
+    """``factors[p] @ blocks[block[p]]``: ``(P, L)``, ``(B, L, M)`` → ``(P, M)``."""
+    if len(blocks) == 1:
+        return factors @ blocks[0]
+    if blocks[0].numel() <= GATHER:
+        return (factors[:, None] @ blocks[block])[:, 0]
+    used, place, counts = block.unique(return_inverse=True, return_counts=True)
+    most = int(counts.max())
+    if most * len(used) > 2 * len(block):  # unbalanced: one product a block
+        result = factors.new_empty(len(block), blocks.shape[-1])
+        for b in used.tolist():
+            mine = (block == b).nonzero()[:, 0]
+            result[mine] = factors[mine] @ blocks[b]
+        return result
+    order = place.argsort(stable=True)
+    slot = torch.empty_like(place)
+    first = counts.cumsum(0) - counts
+    slot[order] = torch.arange(len(place), device=place.device) - first[place[order]]
+    padded = factors.new_zeros(len(used), most, factors.shape[1])
+    padded[place, slot] = factors
+    chosen = blocks if len(used) == len(blocks) else blocks[used]
+    return (padded @ chosen)[place, slot]
 
 
 def _shifted(grid: Tensor, lag: list[int]) -> Tensor:
@@ -173,20 +184,21 @@ def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor,
     if size <= max(16, steps):
         values, vectors = torch.linalg.eigh(matrices)
         return values[:, -1], vectors[..., -1]
-    basis = [start / torch.linalg.vector_norm(start, dim=-1, keepdim=True)]
-    images = []
-    for _ in range(steps):
-        image = (matrices @ basis[-1][..., None])[..., 0]
-        images.append(image)
-        if len(images) == steps:
-            break
-        known = torch.stack(basis, -1)  # (P, n, k)
-        rest = image
-        for _ in range(2):
-            rest = rest - (known @ (known.mH @ rest[..., None]))[..., 0]
-        norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
-        basis.append(torch.where(norm > 0, rest / norm.clamp_min(1e-300), 0))
-    known = torch.stack(basis, -1)
-    small = known.mH @ torch.stack(images, -1)
+    basis = torch.zeros(*start.shape, steps, dtype=start.dtype, device=start.device)
+    images = torch.empty_like(basis)  # (P, n, steps)
+    vector = start
+    scale = torch.ones(())
+    for step in range(steps):
+        if step:
+            known = basis[..., :step]
+            for _ in range(1 if steps <= 8 else 2):
+                vector = vector - (known @ (known.mH @ vector[..., None]))[..., 0]
+        norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+        scale = norm if step < 2 else scale
+        # What is left of an exhausted space is rounding: a zero column adds nothing.
+        basis[..., step] = torch.where(norm > 1e-10 * scale, vector / norm.clamp_min(1e-300), 0)
+        vector = (matrices @ basis[..., step : step + 1])[..., 0]
+        images[..., step] = vector
+    small = basis.mH @ images
     values, vectors = torch.linalg.eigh((small + small.mH) / 2)
-    return values[:, -1], (known @ vectors[..., -1:])[..., 0]
+    return values[:, -1], (basis @ vectors[..., -1:])[..., 0]

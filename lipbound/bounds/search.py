@@ -176,13 +176,15 @@ class Search:
         where = torch.full_like(self.peak.block, -1).scatter_reduce(0, layer, where, "amax")
         # A lower end short by less than this costs nothing: τ leaves it room.
         worth = best.clamp_min(0).sqrt() > self.peak.lower * (1 + self.rtol / 4)
-        if steps > FEW:
-            worth = where >= 0
-        layers = (worth & (where >= 0)).nonzero()[:, 0]
-        if len(layers):
-            at = where[layers]
-            start = (layers, cells.block[at], frequencies[at], cells.left[at])
-            self._climb(*start, reach=max(cells.angle, 1e-6), steps=steps, rounds=4)
+        found = (worth & (where >= 0)).nonzero()[:, 0]
+        if not len(found) and steps > FEW:
+            found = (where >= 0).nonzero()[:, 0]  # the estimate fell short: look harder
+        elif steps > FEW:
+            steps = FEW
+        if len(found):
+            at = where[found]
+            start = (found, cells.block[at], frequencies[at], cells.left[at])
+            self._climb(*start, reach=max(cells.angle, 1e-6), steps=steps)
 
     def polish(self) -> None:
         """Newton's method from every layer's peak: the place and vectors a gradient needs.
@@ -222,7 +224,7 @@ class Search:
         left: Tensor,
         reach: float,
         steps: int,
-        rounds: int,
+        rounds: int = 4,
     ) -> None:
         """Alternate: singular vectors u, v at a frequency, then the frequency for that u and v.
 
@@ -380,18 +382,20 @@ def _factor(size: int) -> float:
 
 
 def _uphill(coefficients: Tensor, positions: Tensor, frequency: Tensor, reach: float) -> Tensor:
-    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices."""
-    dims = positions.shape[1]
+    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices.
+
+    On the CPU: a handful of numbers, and a GPU would spend the time on launches.
+    """
+    device, dims = frequency.device, positions.shape[1]
+    coefficients, positions = coefficients.cpu(), positions.cpu()
+    frequency = frequency.cpu()
     lattice = torch.cartesian_prod(*[torch.arange(-2, 3)] * dims).reshape(-1, dims) / 2
-    lattice = lattice.to(frequency)
+    lattice = lattice.to(frequency.dtype)
     for _ in range(8):
         tried = frequency[:, None] + reach * lattice  # (Q, 5^D, D)
         angles = tried @ positions.mT
-        parts = (
-            coefficients.real[:, None] * angles.cos(),
-            coefficients.imag[:, None] * angles.sin(),
-        )
-        best = (parts[0] - parts[1]).sum(-1).argmax(1)
-        frequency = tried[torch.arange(len(tried), device=best.device), best]
+        even = coefficients.real[:, None] * angles.cos()
+        best = (even - coefficients.imag[:, None] * angles.sin()).sum(-1).argmax(1)
+        frequency = tried[torch.arange(len(tried)), best]
         reach *= 0.55
-    return frequency
+    return frequency.to(device)

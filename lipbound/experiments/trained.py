@@ -1,0 +1,107 @@
+"""Certified brackets on trained kernels, as stored and with BatchNorm folded, against dense truth.
+
+    python -m lipbound.experiments.trained WEIGHTS.safetensors ... --out record.json
+
+The truth lies between the largest σ1(F) of a 48×48 grid (dense eigenvalues, float64) and that
+times the grid's widening, 1.0043 for 3×3 kernels; a bracket that misses this interval, in float32
+or float64, is a violation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lipbound import __version__, bound, brackets
+from lipbound.symbol import widening
+
+SAMPLES = 48
+
+
+def kernels(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every 4d weight, and again multiplied by its BatchNorm, where one is named after it."""
+    for name, weight in state.items():
+        if weight.ndim != 4:
+            continue
+        yield name, weight
+        norm = re.sub(r"conv(\d+)\.weight$", r"bn\1", name)
+        if f"{norm}.running_var" in state:
+            deviation = (state[f"{norm}.running_var"] + 1e-5).sqrt()
+            yield (
+                f"{name} folded",
+                weight * (state[f"{norm}.weight"] / deviation)[:, None, None, None],
+            )
+
+
+def dense_peak(kernel: Tensor) -> float:
+    """Largest σ1(F) on the grid."""
+    symbols = torch.fft.rfft2(kernel.double(), s=(SAMPLES, SAMPLES)).permute(2, 3, 0, 1)
+    wide = symbols if symbols.shape[2] <= symbols.shape[3] else symbols.mH
+    return float(torch.linalg.eigvalsh(wide @ wide.mH)[..., -1].max().sqrt())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("weights", nargs="+", type=Path, help="safetensors files")
+    parser.add_argument("--out", type=Path, help="write the record here")
+    chosen = parser.parse_args()
+    from safetensors.torch import load_file
+
+    start = time.perf_counter()
+    layers = {
+        f"{path.stem}: {name}": kernel
+        for path in chosen.weights
+        for name, kernel in kernels(load_file(path))
+    }
+    violations, summary = [], {}
+    truth = {name: dense_peak(kernel) for name, kernel in layers.items()}
+    for rtol in (1e-3, 1e-6):
+        for dtype in (torch.float32, torch.float64):
+            found = brackets({name: kernel.to(dtype) for name, kernel in layers.items()}, rtol)
+            for name, interval in found.items():
+                most = truth[name] * widening((SAMPLES,) * 2, layers[name].shape[2:])
+                if interval.upper < truth[name] * (1 - 1e-12) or interval.lower > most:
+                    violations.append({"layer": name, "rtol": rtol, "dtype": str(dtype)})
+            spent = [interval.evaluations for interval in found.values()]
+            summary[f"rtol {rtol:g}, {str(dtype).removeprefix('torch.')}"] = {
+                "worst_width": max(interval.width for interval in found.values()),
+                "median_evaluations": median(spent),
+                "most_evaluations": max(spent),
+            }
+        print(f"rtol {rtol:g} done", flush=True)
+    excess = [float(bound(kernel, "lipbound")) / truth[name] for name, kernel in layers.items()]
+    record = {
+        "experiment": "trained",
+        "weights": [path.name for path in chosen.weights],
+        "kernels": len(layers),
+        "violations": violations,
+        "runs": summary,
+        "lipbound_over_truth": {
+            "least": min(excess),
+            "median": median(excess),
+            "most": max(excess),
+        },
+        "seconds": round(time.perf_counter() - start, 1),
+        "device": f"CPU, {platform.machine()}",
+        "torch": torch.__version__,
+        "lipbound": __version__,
+    }
+    print(json.dumps(record, indent=1))
+    if chosen.out:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
