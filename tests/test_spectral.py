@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipbound import bound, bracket, brackets, convolution, exact, lipschitz
+from lipbound.bounds.cells import quarter, start_cells
 from lipbound.bounds.field import Field, top_eigenpairs
 from lipbound.bounds.finite import embedding
-from lipbound.bounds.search import Search, quarter, start_cells
+from lipbound.bounds.search import Search
 from lipbound.experiments.soundness import random_case, violations
 from lipbound.symbol import evaluate, taps
 from lipbound.toeplitz import operator_matrix

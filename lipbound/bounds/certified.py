@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from lipbound.bounds.cells import quarter, start_cells
 from lipbound.bounds.field import LAG_BYTES, Field
 from lipbound.bounds.finite import attained, embedding, grid_maximum
 from lipbound.bounds.rounding import UNIT, Scaled
-from lipbound.bounds.search import Search, quarter, start_cells
+from lipbound.bounds.search import Search
 from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.symbol import evaluate
 

@@ -17,26 +17,25 @@ centre may also raise the lower end, and τ with it, which takes nothing from th
 done. The test is a Cholesky factorization, so what was estimated on the way decides the speed
 only.
 
-**Cells** are diamonds \|δ_1\|/h_1 + \|δ_2\|/h_2 ≤ 1 on the first two axes, which tile the plane as
-squares do but have twice the area for the same angle max_j d_j h_j, times intervals on a third.
-F(−ω) is the conjugate of F(ω), so one of each pair ±c is enough.
+F(−ω) is the conjugate of F(ω), so one of each pair of cells ±c is enough. For their shape see
+:mod:`lipbound.bounds.cells`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lipbound.bounds.cells import Cells
 from lipbound.bounds.field import Field, top_eigenpairs
 from lipbound.bounds.rounding import UNIT, gamma_complex, symbol_error
-from lipbound.symbol import positions
 
-LEVELS = 30
-FEW, MANY, ALL = 8, 48, 1 << 30  # Lanczos steps; all: a full eigenvalue decomposition
+LOOK, FEW, MANY = 6, 8, 48  # Lanczos steps: at every cell, while climbing, where that fell short
+ALL = 1 << 30  # a full eigenvalue decomposition
 RETRIES = 8
 
 
@@ -48,28 +47,6 @@ class Peak:
     block: Tensor  # (layers,)
     frequency: Tensor  # (layers, D)
     left: Tensor  # (layers, n)
-
-
-@dataclass
-class Cells:
-    """Frequencies to be proved: ``block`` of the field, centre, and the angle the cell reaches."""
-
-    block: Tensor  # (P,)
-    index: Tensor  # (P, D) integers, ω = 2π·index/samples
-    samples: Tensor  # (D,)
-    angle: float
-    left: Tensor  # (P, n): near the top left singular vectors, from the parent cell
-    scale: Tensor | None = None  # (D,) integers: ω = 2π·scale·index/samples
-
-    @property
-    def frequencies(self) -> Tensor:
-        index = self.index if self.scale is None else (self.index * self.scale) % self.samples
-        return index * (2 * math.pi / self.samples.double())
-
-    def __getitem__(self, chosen: Tensor) -> Cells:
-        return replace(
-            self, block=self.block[chosen], index=self.index[chosen], left=self.left[chosen]
-        )
 
 
 class Search:
@@ -104,6 +81,7 @@ class Search:
             torch.zeros(layers, dims, dtype=torch.float64, device=device),
             torch.zeros(layers, field.rows, dtype=torch.complex128, device=device),
         )
+        self.target = torch.zeros_like(self.peak.lower)
         self.rtol = rtol
 
     def run(self, cells: Cells, divide: Callable[[Cells], Cells | None]) -> Tensor:
@@ -128,13 +106,18 @@ class Search:
             cells = children
 
     def _target(self) -> Tensor:
-        """τ per layer; never closer to the lower end than rounding lets a proof come."""
+        """τ per layer, never lowered: what was proved for one τ holds for all above it.
+
+        It stays as far from the lower end as rounding requires for a proof.
+        """
         field = self.field
         worst = torch.zeros_like(self.peak.lower).scatter_reduce(
             0, self.owner, field.error, "amax"
         ) / self.peak.lower.square().clamp_min(1e-300)
-        floor = 4 * (worst + field.rows * _factor(field.rows) + 8 * UNIT)
-        return self.peak.lower * (1 + torch.clamp_min(floor, 0.98 * self.rtol))
+        floor = (4 * (worst + field.rows * _factor(field.rows) + 8 * UNIT)).clamp_max(1.0)
+        wanted = self.peak.lower * (1 + torch.clamp_min(floor, 0.98 * self.rtol))
+        self.target = torch.maximum(self.target, wanted)
+        return self.target
 
     def _prove(self, cells: Cells, target: Tensor) -> Tensor:
         """Which cells have σ1(F(c)) < τ·cos θ, proved. ``(P,)`` booleans."""
@@ -143,7 +126,8 @@ class Search:
         if self.cap is None:
             wanted = target * (math.cos(cells.angle) * (1 - 8 * UNIT))
         else:
-            angle = (target / self.cap).clamp_max(1.0).acos() + cells.angle
+            # arccos loses half its digits near 1, hence the slack.
+            angle = (target / self.cap).clamp_max(1.0).acos() + cells.angle + 1e-7
             wanted = self.cap * angle.clamp_max(math.pi / 2).cos() - self.cap * 8 * UNIT
             wanted = wanted if cells.angle else target
         # Cholesky of tI − Ĝ succeeding means λ1(G) ≤ t + (factor)·tr(tI − Ĝ) + ‖Ĝ − G‖.
@@ -168,7 +152,7 @@ class Search:
         value = torch.empty(len(cells.block), dtype=torch.float64, device=cells.block.device)
         for part in torch.arange(len(value), device=value.device).split(field.chunk):
             gram = field.gram(cells.block[part], frequencies[part])
-            value[part], cells.left[part] = top_eigenpairs(gram, cells.left[part], 6)
+            value[part], cells.left[part] = top_eigenpairs(gram, cells.left[part], LOOK)
         layer = self.owner[cells.block]
         best = torch.full_like(self.peak.lower, -math.inf).scatter_reduce(0, layer, value, "amax")
         where = torch.arange(len(value), device=value.device)
@@ -281,7 +265,7 @@ class Search:
         ceiling = torch.zeros_like(self.peak.lower).scatter_reduce(
             0, self.owner, self.field.size * (1 + 1e-9), "amax"
         )
-        target, growth = self._target(), self.rtol
+        target, growth = self._target().clone(), self.rtol
         while True:
             failed = self.owner[cells.block[~self._prove(cells, target)]].unique()
             failed = failed[target[failed] < ceiling[failed]]
@@ -290,90 +274,6 @@ class Search:
             raised = (target[failed] * (1 + growth)).clamp_min(1e-3 * ceiling[failed])
             target[failed] = raised
             growth *= 1.5
-
-
-def start_cells(field: Field) -> Cells:
-    """The coarsest cover of half the torus: cells reach π/4 on the pair of axes, and on a third."""
-    device = field.taps.device
-    spread = [m - 1 for m in field.sizes]
-    samples = [4 * w if w else 1 for w in spread]
-    index = positions(samples)
-    active = [axis for axis, w in enumerate(spread) if w]
-    for axes in (active[:2], *[[axis] for axis in active[2:]]):
-        if axes:
-            index = index[index[:, axes].sum(1) % 2 == 0]
-    index = _one_of_each_pair(index, samples)
-    blocks = torch.arange(field.blocks).repeat_interleave(len(index))
-    index = index.repeat(field.blocks, 1)
-    return Cells(
-        blocks.to(device),
-        index.to(device),
-        torch.tensor(samples, device=device),
-        _angle(field, samples),
-        random_vectors(len(blocks), field),
-    )
-
-
-def random_vectors(count: int, field: Field) -> Tensor:
-    """Seeded starts for the eigenvalue iteration: ``(count, n)``."""
-    draw = torch.Generator().manual_seed(0)
-    start = torch.randn(count, field.rows, generator=draw, dtype=torch.float64)
-    return start.to(field.taps.device).to(torch.complex128)
-
-
-def quarter(field: Field) -> Callable[[Cells], Cells | None]:
-    """How a field's cells are divided: into cells of half the reach."""
-    active = [axis for axis, m in enumerate(field.sizes) if m > 1]
-    dims = len(field.sizes)
-    moves = [[0] * dims]
-    if active:
-        moves = []
-        for axis in active[:2]:
-            for sign in (1, -1):
-                moves.append([sign if a == axis else 0 for a in range(dims)])
-    for axis in active[2:]:
-        moves = [[*m[:axis], sign, *m[axis + 1 :]] for m in moves for sign in (1, -1)]
-
-    def divide(cells: Cells) -> Cells | None:
-        samples = torch.where(cells.samples > 1, cells.samples * 2, 1)
-        if not active or int(samples.max()) >> LEVELS:
-            return None
-        steps = torch.tensor(moves, device=cells.index.device)
-        index = (cells.index[:, None] * 2 + steps).flatten(0, 1) % samples
-        block = cells.block.repeat_interleave(len(moves))
-        left = cells.left.repeat_interleave(len(moves), 0)
-        # At −ω the vectors are the conjugates.
-        kept, mirrored = _canonical(index, samples)
-        left = torch.where(mirrored[:, None], left.conj(), left)
-        both, inverse = torch.cat([block[:, None], kept], 1).unique(dim=0, return_inverse=True)
-        first = torch.zeros(len(both), dtype=torch.int64, device=both.device)
-        first[inverse] = torch.arange(len(inverse), device=both.device)
-        angle = _angle(field, samples.tolist())
-        return Cells(both[:, 0], both[:, 1:], samples, angle, left[first])
-
-    return divide
-
-
-def _angle(field: Field, samples: list[int]) -> float:
-    reach = [
-        math.pi * (m - 1) / s for m, s in zip(field.sizes, samples, strict=True) if m > 1
-    ]  # d·h, h = 2π/S
-    return (max(reach[:2], default=0.0) + sum(reach[2:])) * (1 + 8 * UNIT)
-
-
-def _canonical(index: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """The smaller, in row order, of k and −k, and whether that is −k."""
-    mirrored = (-index) % samples
-    differs = index != mirrored
-    first = differs & (differs.long().cumsum(1) == 1)
-    swap = ((mirrored - index) * first).sum(1) < 0
-    return torch.where(swap[:, None], mirrored, index), swap
-
-
-def _one_of_each_pair(index: Tensor, samples: list[int]) -> Tensor:
-    if not samples:
-        return index
-    return _canonical(index, torch.tensor(samples))[0].unique(dim=0)
 
 
 def _factor(size: int) -> float:
