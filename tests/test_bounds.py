@@ -226,6 +226,7 @@ def test_contexts(method):
 
 @EACH_BOUND
 def test_compiled(method):
+    torch.compiler.reset()  # or a frame skipped for one method would stay skipped for all
     kernel = torch.randn(4, 3, 3, 3, requires_grad=True)
     whole = method in ("lipbound", "frobenius")  # the others search: their graph breaks
     compiled = torch.compile(lambda k: bound(k, method), backend="aot_eager", fullgraph=whole)

@@ -145,7 +145,7 @@ def test_bad_input_repeats_it_and_names_the_fix(name):
 
 def test_import_is_light_and_needs_no_scipy():
     """The core loads with torch and numpy alone; everything else waits until it is asked for."""
-    heavy = ["scipy", "matplotlib", "rich", "typer", "sklearn", "triton"]
+    heavy = ["scipy", "matplotlib", "rich", "typer", "sklearn", "triton", "torch._dynamo"]
     code = (
         "import sys, torch; before = set(sys.modules); import lipbound;"
         f"print([m for m in {heavy} if m in set(sys.modules) - before])"

@@ -224,7 +224,6 @@ def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
     return Bracket(lower * big * small, upper * big * small, frequency, evaluations)
 
 
-@torch.compiler.disable  # a search: its graph would break at every level
 def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
     r"""The upper end of :func:`bracket`: at most (1 + rtol) times :math:`\sup_\omega\sigma_1(F)`.
 
@@ -243,6 +242,12 @@ def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
         tensor(9.0088)
     """
     _check_rtol(rtol)
+    if torch.compiler.is_compiling():  # a search: its graph would break at every level
+        return torch.compiler.disable(_spectral)(layer, rtol, geometry)
+    return _spectral(layer, rtol, geometry)
+
+
+def _spectral(layer: Layer, rtol: float, geometry: Mapping[str, object]) -> Tensor:
     problem = _problem(convolution(layer, **geometry))  # type: ignore[arg-type]
     scaled = problem.scaled
     found = _search([problem], rtol, polish=scaled.taps.requires_grad)[0]
