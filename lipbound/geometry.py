@@ -241,6 +241,8 @@ def check_kernel(kernel: Tensor) -> None:
         raise TypeError(
             f"the kernel's dtype {kernel.dtype} is {kind}; pass real weights, kernel.float() say"
         )
+    if kernel.element_size() < 2:
+        raise TypeError(f"the kernel's dtype {kernel.dtype} has no arithmetic; use kernel.float()")
     if kernel.is_meta:
         raise ValueError(f"the kernel of shape {shape} is on the meta device and has no values")
     if kernel.layout is not torch.strided:

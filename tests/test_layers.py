@@ -80,6 +80,11 @@ BAD = {
     "axes": (lambda: bound(torch.ones(3)), ValueError, r"got shape \(3,\)"),
     "complex": (lambda: bound(KERNEL.to(torch.complex64)), TypeError, "complex64 is complex"),
     "integer": (lambda: bound(KERNEL.long()), TypeError, r"int64.*kernel\.float\(\)"),
+    "float8": (
+        lambda: bound(KERNEL.to(torch.float8_e4m3fn)),
+        TypeError,
+        r"float8_e4m3fn.*kernel\.float\(\)",
+    ),
     "meta": (lambda: bound(KERNEL.to("meta")), ValueError, "meta device"),
     "sparse": (lambda: bound(KERNEL.to_sparse()), TypeError, r"to_dense\(\)"),
     "coarse": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -221,7 +222,10 @@ def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
         inner = bracket(replace(conv, padding_mode="zeros", kernel=kernel), rtol)
         lower, frequency = inner.lower, inner.frequency
     upper = upper * scaled.gain * (1 + 8 * UNIT)
-    return Bracket(lower * big * small, upper * big * small, frequency, evaluations)
+    # Scaling back rounds where the result is subnormal, and overflows where no float is as large.
+    lower = math.nextafter(lower * big * small, 0.0)
+    upper = math.nextafter(upper * big * small, math.inf)
+    return Bracket(lower, upper, frequency, evaluations)
 
 
 def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
