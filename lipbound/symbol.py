@@ -27,11 +27,6 @@ def taps(conv: Convolution) -> Tensor:
     return _phases(_grouped(conv.kernel, conv.groups), conv.symbol_stride())
 
 
-def degrees(coefficients: Tensor) -> tuple[float, ...]:
-    """Degree per axis: half the spread of the taps, since centring is a unit phase."""
-    return tuple((m - 1) / 2 for m in coefficients.shape[3:])
-
-
 def symbol(layer: Layer, frequencies: Tensor, **geometry: object) -> Tensor:
     r"""The layer's symbol at the given frequencies, nothing simplified away.
 
