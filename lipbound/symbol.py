@@ -76,9 +76,8 @@ def evaluate(coefficients: Tensor, frequencies: Tensor) -> Tensor:
         frequencies.to(coefficients.device, torch.float64)
         @ positions(sizes).to(coefficients.device, torch.float64).mT
     )  # (P, taps)
-    flat = coefficients.flatten(3) if sizes else coefficients.unsqueeze(-1)
-    groups, rows, columns, count = flat.shape
-    flat = flat.reshape(groups, rows * columns, count).mT  # (groups, taps, rows·columns)
+    groups, rows, columns = coefficients.shape[:3]
+    flat = coefficients.reshape(groups, rows * columns, -1).mT  # (groups, taps, rows·columns)
     real = angles.cos().to(flat.dtype) @ flat
     imag = angles.sin().to(flat.dtype) @ flat
     return torch.complex(real, imag).reshape(groups, -1, rows, columns)

@@ -18,6 +18,7 @@ from lipbound.bounds.field import Field, top_eigenpairs
 from lipbound.bounds.finite import embedding
 from lipbound.bounds.search import Search
 from lipbound.experiments.soundness import random_case, violations
+from lipbound.experiments.trained import grid_peak
 from lipbound.symbol import evaluate, taps
 from lipbound.toeplitz import operator_matrix
 
@@ -27,13 +28,6 @@ def dense_peak(kernel: torch.Tensor, samples: int = 96) -> float:
     spatial = tuple(range(2, kernel.ndim))
     transform = torch.fft.fftn(kernel.double(), s=[samples] * len(spatial), dim=spatial)
     return float(torch.linalg.matrix_norm(transform.flatten(2).permute(2, 0, 1), 2).max())
-
-
-def grid_peak(kernel: torch.Tensor, samples: int) -> float:
-    """The same for 2d kernels by eigenvalues of FF*, on half the grid: quicker."""
-    half = torch.fft.rfft2(kernel.double(), s=(samples, samples)).permute(2, 3, 0, 1).flatten(0, 1)
-    wide = half if half.shape[1] <= half.shape[2] else half.mH
-    return float(torch.linalg.eigvalsh(wide @ wide.mH)[:, -1].max().sqrt())
 
 
 def check(kernel: torch.Tensor, rtol: float = 1e-3) -> None:

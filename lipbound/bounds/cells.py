@@ -76,12 +76,9 @@ def quarter(field: Field) -> Callable[[Cells], Cells | None]:
     """How a field's cells are divided: into cells of half the reach."""
     active = [axis for axis, m in enumerate(field.sizes) if m > 1]
     dims = len(field.sizes)
-    moves = [[0] * dims]
-    if active:
-        moves = []
-        for axis in active[:2]:
-            for sign in (1, -1):
-                moves.append([sign if a == axis else 0 for a in range(dims)])
+    moves = [
+        [sign if a == axis else 0 for a in range(dims)] for axis in active[:2] for sign in (1, -1)
+    ]
     for axis in active[2:]:
         moves = [[*m[:axis], sign, *m[axis + 1 :]] for m in moves for sign in (1, -1)]
 

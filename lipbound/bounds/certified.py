@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lipbound.bounds.cells import quarter, start_cells
-from lipbound.bounds.field import LAG_BYTES, Field
+from lipbound.bounds.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.finite import attained, embedding, grid_maximum
 from lipbound.bounds.rounding import UNIT, Scaled
 from lipbound.bounds.search import Search
@@ -54,7 +54,9 @@ class _Problem:
     taps: Tensor  # (groups, n, N, *m), n ≤ N, float64, no gradient
 
 
-def _problem(conv: Convolution) -> _Problem:
+def _problem(conv: Convolution, device: torch.device | str | None = None) -> _Problem:
+    if device is not None:
+        conv = replace(conv, kernel=conv.kernel.to(device))
     scaled = Scaled(conv)
     return _Problem(conv, scaled, _wide(scaled.taps.detach()))
 
@@ -78,13 +80,8 @@ class _Found:
 @torch.no_grad()
 def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> list[_Found]:
     """Solve problems of one shape together, as many at a time as memory allows."""
-    if len({p.taps.shape[1:] for p in problems}) > 1:
-        raise AssertionError("problems of different shapes")
     _, rows, _, *sizes = problems[0].taps.shape
-    lags = 1
-    for m in sizes:
-        lags *= 2 * m - 1
-    room = max(1, LAG_BYTES // 2 // (8 * lags * rows * rows))
+    room = max(1, LAG_BYTES // 2 // lag_bytes(rows, sizes))
     found: list[_Found] = []
     batch: list[_Problem] = []
     for problem in [*problems, None]:
@@ -152,10 +149,7 @@ def bracket(
         (True, True)
     """
     _check_rtol(rtol)
-    conv = convolution(layer, **geometry)  # type: ignore[arg-type]
-    if device is not None:
-        conv = replace(conv, kernel=conv.kernel.to(device))
-    problem = _problem(conv)
+    problem = _problem(convolution(layer, **geometry), device)  # type: ignore[arg-type]
     return _finish(problem, _search([problem], rtol)[0], rtol)
 
 
@@ -185,10 +179,7 @@ def brackets(
     groups: dict[tuple[object, ...], list[str]] = {}
     problems: dict[str, _Problem] = {}
     for name, layer in layers.items():
-        conv = convolution(layer)
-        if device is not None:
-            conv = replace(conv, kernel=conv.kernel.to(device))
-        problems[name] = _problem(conv)
+        problems[name] = _problem(convolution(layer), device)
         taps = problems[name].taps
         groups.setdefault((tuple(taps.shape[1:]), taps.device), []).append(name)
     found: dict[str, Bracket] = {}

@@ -8,6 +8,7 @@ FF* is itself a trigonometric polynomial, with matrix coefficients
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # complex matrices handled at o
 GATHER = 1 << 13  # lag entries below which cells of different blocks go through one product
 
 
+def lag_bytes(rows: int, sizes: Sequence[int]) -> int:
+    """What the lag matrices of one symbol take."""
+    return 8 * math.prod([2 * m - 1 for m in sizes]) * rows**2
+
+
 class Field:
     """A stack of real symbols ``(blocks, n, N, *m)``, n ≤ N, ready to be evaluated.
 
@@ -39,12 +45,11 @@ class Field:
 
     def __init__(self, taps: Tensor):
         self.blocks, self.rows, self.columns, *self.sizes = taps.shape
-        self.taps = taps.flatten(3) if self.sizes else taps.unsqueeze(-1)  # (blocks, n, N, T)
+        self.taps = taps.reshape(*taps.shape[:3], -1)  # (blocks, n, N, T)
         self.positions = positions(self.sizes).to(taps.device, torch.float64)  # (T, D)
         count = math.prod(self.sizes)
         self.lags = _half_lags(self.sizes).to(taps.device, torch.float64)  # (L, D), 0 first
-        bytes_needed = 8 * self.blocks * (2 * len(self.lags) - 1) * self.rows**2
-        self.keeps_lags = bytes_needed <= LAG_BYTES
+        self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= LAG_BYTES
         if self.keeps_lags:
             self._make_lags()
         sums = self.taps.abs().sum(-1)
@@ -112,9 +117,9 @@ class Field:
 
     def symbol(self, block: Tensor, frequencies: Tensor) -> Tensor:
         """F itself: ``(P, n, N)`` complex128."""
-        angles = (frequencies @ self.positions.mT)[..., None]  # (P, T, 1)
+        waves = self.waves(frequencies)[..., None]  # (P, T, 1)
         taps = self.taps[block].flatten(1, 2)  # (P, n·N, T)
-        parts = [(taps @ wave)[..., 0] for wave in (angles.cos(), angles.sin())]
+        parts = [(taps @ wave)[..., 0] for wave in (waves.real, waves.imag)]
         return torch.complex(*parts).reshape(-1, self.rows, self.columns)
 
     def waves(self, frequencies: Tensor) -> Tensor:

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lipbound.bounds.rounding import UNIT, Scaled, gamma_complex, symbol_error
+from lipbound.bounds.rounding import (
+    UNIT,
+    Scaled,
+    gamma_complex,
+    shorter_side_first,
+    symbol_error,
+)
 from lipbound.geometry import Layer, convolution
 from lipbound.symbol import evaluate, grid, radians, samples_per_axis
 from lipbound.symbol import widening as widening_factor
@@ -73,7 +79,7 @@ def _maximizer(taps: Tensor, frequencies: Tensor, iterations: int) -> tuple[int,
 
 def _iterate(symbols: Tensor, iterations: int) -> Tensor:
     """``(groups, P, rows, columns)`` → ``(groups, P)``, each at least that matrix's σ1."""
-    wide = symbols if symbols.shape[-2] <= symbols.shape[-1] else symbols.mH
+    wide = shorter_side_first(symbols)
     energy = _norm(wide).square()
     product = wide @ wide.mH
     norms = [_norm(product)]

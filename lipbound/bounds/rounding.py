@@ -44,6 +44,16 @@ def symbol_error(sizes: Sequence[int]) -> float:
     return gamma_complex(math.prod(sizes) + angle)
 
 
+def cholesky_error(size: int) -> float:
+    """‖LL* − B‖ of a computed Cholesky factor, relative to tr B; see ``spectral_norm_above``."""
+    return gamma_complex(size + 1) / (1 - gamma_complex(size + 1))
+
+
+def shorter_side_first(matrices: Tensor) -> Tensor:
+    """The matrices or their adjoints, whichever have no more rows than columns."""
+    return matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mH
+
+
 class Scaled:
     """A layer's taps in float64, divided by a power of two; :meth:`finish` undoes it, upwards.
 
@@ -117,7 +127,7 @@ def spectral_norm_above(matrices: Tensor) -> Tensor:
         >>> float(spectral_norm_above(torch.diag(torch.tensor([3.0, 4.0])).double()[None])) >= 4
         True
     """
-    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mH
+    wide = shorter_side_first(matrices)
     with torch.no_grad():
         gram = wide @ wide.mH
         values, vectors = torch.linalg.eigh(gram)
@@ -135,7 +145,7 @@ def proved_eigenvalue(gram: Tensor, suggestion: Tensor, inner: int) -> Tensor:
     size = gram.shape[-1]
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)  # ‖A‖_F², up to rounding
     identity = torch.eye(size, dtype=gram.dtype, device=gram.device)
-    factor = gamma_complex(size + 1) / (1 - gamma_complex(size + 1)) + 2 * UNIT
+    factor = cholesky_error(size) + 2 * UNIT
     product = gamma_complex(inner + size) * trace  # + size: the trace's own rounding
     level = suggestion.clamp_min(0.0) + product + 1e-300
     growth = 4 * size * UNIT

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lipbound.bounds.cells import Cells
 from lipbound.bounds.field import Field, top_eigenpairs
-from lipbound.bounds.rounding import UNIT, gamma_complex, symbol_error
+from lipbound.bounds.rounding import UNIT, cholesky_error, gamma_complex, symbol_error
 
 LOOK, FEW, MANY = 6, 8, 48  # Lanczos steps: at every cell, while climbing, where that fell short
 ALL = 1 << 30  # a full eigenvalue decomposition
@@ -82,6 +82,8 @@ class Search:
             torch.zeros(layers, field.rows, dtype=torch.complex128, device=device),
         )
         self.target = torch.zeros_like(self.peak.lower)
+        self.error = self._largest(field.error)  # (layers,)
+        self.factor = cholesky_error(field.rows) + 4 * UNIT
         self.rtol = rtol
 
     def run(self, cells: Cells, divide: Callable[[Cells], Cells | None]) -> Tensor:
@@ -111,10 +113,8 @@ class Search:
         It stays as far from the lower end as rounding requires for a proof.
         """
         field = self.field
-        worst = torch.zeros_like(self.peak.lower).scatter_reduce(
-            0, self.owner, field.error, "amax"
-        ) / self.peak.lower.square().clamp_min(1e-300)
-        floor = (4 * (worst + field.rows * _factor(field.rows) + 8 * UNIT)).clamp_max(1.0)
+        worst = self.error / self.peak.lower.square().clamp_min(1e-300)
+        floor = (4 * (worst + field.rows * self.factor + 8 * UNIT)).clamp_max(1.0)
         wanted = self.peak.lower * (1 + torch.clamp_min(floor, 0.98 * self.rtol))
         self.target = torch.maximum(self.target, wanted)
         return self.target
@@ -132,7 +132,7 @@ class Search:
             wanted = wanted if cells.angle else target
         # Cholesky of tI − Ĝ succeeding means λ1(G) ≤ t + (factor)·tr(tI − Ĝ) + ‖Ĝ − G‖.
         wanted = wanted.clamp_min(0.0).square()
-        level = wanted * (1 - field.rows * _factor(field.rows)) - field.error[cells.block]
+        level = wanted * (1 - field.rows * self.factor) - field.error[cells.block]
         level = level * (1 - 8 * UNIT)
         passed = []
         frequencies = cells.frequencies
@@ -142,6 +142,10 @@ class Search:
             passed.append(torch.linalg.cholesky_ex(gap).info == 0)
         self._count(cells.block)
         return torch.cat(passed)
+
+    def _largest(self, per_block: Tensor) -> Tensor:
+        """The maximum over each layer's blocks, of non-negative numbers: ``(layers,)``."""
+        return torch.zeros_like(self.peak.lower).scatter_reduce(0, self.owner, per_block, "amax")
 
     def _count(self, block: Tensor) -> None:
         self.evaluations += torch.bincount(self.owner[block], minlength=self.layers)
@@ -262,9 +266,7 @@ class Search:
     def _give_up(self, cells: Cells) -> Tensor:
         """Widen until the cells that are left are proved too: the interval stays certified."""
         # σ1(F) ≤ ‖Σ|K|‖_F at every frequency: no proof is needed beyond that.
-        ceiling = torch.zeros_like(self.peak.lower).scatter_reduce(
-            0, self.owner, self.field.size * (1 + 1e-9), "amax"
-        )
+        ceiling = self._largest(self.field.size * (1 + 1e-9))
         target, growth = self._target().clone(), self.rtol
         while True:
             failed = self.owner[cells.block[~self._prove(cells, target)]].unique()
@@ -274,11 +276,6 @@ class Search:
             raised = (target[failed] * (1 + growth)).clamp_min(1e-3 * ceiling[failed])
             target[failed] = raised
             growth *= 1.5
-
-
-def _factor(size: int) -> float:
-    """Cholesky's backward error relative to the trace, see ``spectral_norm_above``."""
-    return gamma_complex(size + 1) / (1 - gamma_complex(size + 1)) + 4 * UNIT
 
 
 def _uphill(coefficients: Tensor, positions: Tensor, frequency: Tensor, reach: float) -> Tensor:
