@@ -16,24 +16,12 @@ import time
 from pathlib import Path
 
 import torch
-from networks import resnet_convolutions
-from torch import Tensor, nn
+from torch import nn
 
 import lipbound
-
-
-def gram_iteration(kernel: Tensor, iterations: int = 5, grid: int = 10) -> Tensor:
-    """Delattre et al. (2023), what a user would run instead: an estimate, in float32."""
-    symbol = torch.fft.rfft2(kernel, s=(grid, grid)).permute(2, 3, 0, 1).flatten(0, 1)
-    product = symbol if symbol.shape[-2] <= symbol.shape[-1] else symbol.mH
-    logarithm = torch.zeros(len(product), device=kernel.device)
-    for _ in range(iterations):
-        norm = torch.linalg.matrix_norm(product)
-        product = product / norm[:, None, None]
-        product = product @ product.mH
-        logarithm = 2 * (logarithm + norm.log())
-    total = logarithm + torch.linalg.matrix_norm(product).log()
-    return (total / 2**iterations).exp().amax()
+from lipbound.experiments.networks import Layers
+from lipbound.experiments.speed import gram_iteration
+from lipbound.records import append
 
 
 def seconds(run, repeats: int, device: str) -> tuple[float, object]:
@@ -52,17 +40,18 @@ def seconds(run, repeats: int, device: str) -> tuple[float, object]:
 
 
 def layers_of(depth: int, weights: str | None, device: str) -> dict[str, nn.Conv2d]:
-    layers = resnet_convolutions(depth)
+    network = Layers(f"resnet{depth}").requires_grad_(False)
+    layers = dict(zip(network.names, network.convolutions, strict=True))
     if weights is not None:
         from safetensors.torch import load_file
 
         stored = load_file(weights)
         found = {}
         for name, layer in layers.items():
-            for key in (f"{name}.weight", f"{name}.0.weight"):
-                if key in stored and stored[key].shape == layer.weight.shape:
-                    layer.weight.copy_(stored[key])
-                    found[name] = layer
+            key = f"{name}.weight"
+            if key in stored and stored[key].shape == layer.weight.shape:
+                layer.weight.copy_(stored[key])
+                found[name] = layer
         layers = found
     return {name: layer.to(device) for name, layer in layers.items()}
 
@@ -109,9 +98,7 @@ def main() -> None:
     }
     print(json.dumps(record, indent=1))
     if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        with chosen.out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append(chosen.out, record)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
 from lipbound.estimates import ESTIMATES, PowerIteration, estimate
 from lipbound.geometry import Convolution, convolution
 from lipbound.layers import lipschitz
+from lipbound.penalty import Penalty
 from lipbound.symbol import symbol
 from lipbound.toeplitz import exact
 
@@ -18,6 +19,7 @@ __all__ = [
     "ESTIMATES",
     "Bracket",
     "Convolution",
+    "Penalty",
     "PowerIteration",
     "bound",
     "bracket",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +37,48 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Options of every command."""
+
+
+@app.command()
+def bench(
+    network: Annotated[
+        list[str] | None, typer.Option(help="A network of the paper's table; repeat. All 17.")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="A contender; repeat. All of them.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines, one per network; those already in it are not run again."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figure here, .svg or .png.")] = None,
+) -> None:
+    """Whole networks: LipBound and its gradient beside what one would run instead."""
+    from lipbound.experiments.speed import METHODS, NAMES, speed
+    from lipbound.records import append, read
+    from lipbound.report import speed_table
+
+    names, methods = network or list(NAMES), method or list(METHODS)
+    done = [r for r in read(out) if r["network"] in names] if out else []
+    left = [name for name in names if name not in {r["network"] for r in done}]
+    records = []
+    measured = speed(left, device, methods)
+    with speed_table(methods) as show:
+        for record in done:
+            show(record)
+        for record in measured:
+            if out:
+                append(out, record)
+            show(record)
+            records.append(record)
+    if plot:
+        from lipbound.figures import speed_figure
+
+        speed_figure([*done, *records], plot)
+        typer.echo(f"wrote {plot}")
 
 
 @app.command()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipbound.energy import energy_maxima
 from lipbound.geometry import Convolution, Layer, convolution
@@ -48,15 +49,18 @@ class PowerIteration:
     """
 
     def __init__(self, layer: Layer, input_shape: Sequence[int], seed: int = 0, **geometry: object):
-        self.layer, self.geometry = layer, {"input_shape": input_shape, **geometry}
-        conv = self._read()
+        self.layer = layer
+        conv = self._conv = convolution(layer, input_shape=input_shape, **geometry)  # type: ignore[arg-type]
         shape = (1, conv.in_channels, *(conv.input_size or ()))
         draw = torch.Generator().manual_seed(seed)
         start = torch.randn(shape, generator=draw, dtype=torch.float64)
         self.vector = start.to(conv.kernel.device, _dtype(conv))
 
     def _read(self) -> Convolution:
-        return convolution(self.layer, **self.geometry)  # type: ignore[arg-type]
+        if not isinstance(self.layer, nn.Module):
+            return self._conv
+        # Its geometry was read, and checked, once.
+        return replace(self._conv, kernel=self.layer.weight)  # type: ignore[arg-type]
 
     def __call__(self, iterations: int = 10) -> Tensor:
         """Run, remember the vector, and return ‖layer(v)‖ for unit v, differentiable."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +13,58 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from lipbound.survey import Row
+
+Record = dict[str, Any]
+
+
+SPEED_COLUMNS = {
+    "lipbound": "LipBound",
+    "direct": "direct",
+    "power": "power",
+    "gram": "Gram",
+    "floor": "floor",
+    "lipbound_gradient": "LB+grad",
+    "lipbound_autograd": "autograd",
+    "direct_gradient": "dir+grad",
+    "sgd": "SGD",
+}
+"""Contender → heading; what they are says :mod:`lipbound.experiments.speed`."""
+
+
+@contextmanager
+def speed_table(methods: Sequence[str]) -> Iterator[Callable[[Record], None]]:
+    """A table in milliseconds that grows as networks are measured, then the geometric means."""
+    shown = [m for m in SPEED_COLUMNS if m in methods or m == "floor"]
+    print(f"{'milliseconds':15}", *[f"{SPEED_COLUMNS[m]:>8}" for m in shown], flush=True)
+    ratios: dict[str, list[float]] = {}
+
+    def show(record: Record) -> None:
+        times = record["milliseconds"]
+        cells = [f"{times[m]:8.4g}" if m in times else " " * 8 for m in shown]
+        print(f"{record['network']:15}", *cells, flush=True)
+        for other, ours in RATIOS.items():
+            if other in times and ours in times:
+                ratios.setdefault(other, []).append(times[other] / times[ours])
+
+    yield show
+    for other, values in ratios.items():
+        mean = math.exp(sum(map(math.log, values)) / len(values))
+        ours = SPEED_COLUMNS[RATIOS[other]]
+        faster = sum(value >= 1 for value in values)
+        print(
+            f"{SPEED_COLUMNS[other]:>8} / {ours}: geometric mean {mean:.3g}, "
+            f"at least 1 on {faster} of {len(values)}"
+        )
+
+
+RATIOS = {
+    "direct": "lipbound",
+    "power": "lipbound",
+    "gram": "lipbound",
+    "direct_gradient": "lipbound_gradient",
+    "sgd": "lipbound_gradient",
+}
+"""Whose time is divided by which of ours."""
 
 
 def layer_table(rows: Iterable[Row], title: str, console: Console | None = None) -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():  # before Triton is imported anywhere
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("lipbound", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("lipbound")

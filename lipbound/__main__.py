@@ -1,0 +1,5 @@
+"""``python -m lipbound``: the command line."""
+
+from lipbound.cli import main
+
+main()

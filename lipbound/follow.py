@@ -1,0 +1,249 @@
+r"""Follow σ1 of the layers from call to call: estimates for a loop whose weights move slowly.
+
+*Spectral.* For a unit vector u, :math:`\|u^* F(\omega)\|^2` is a trigonometric polynomial with few
+lags, maximized over a whole grid at the price of one product with u. So (ω, u) climb in turns: ω
+to the best grid point or one Newton step from where it is, whichever is higher; then u to
+:math:`F F^* u`. The value never falls while the weights stand still, and is attained: at most
+sup σ1(F). Its gradient is that of Re u*F(ω)v at the vectors reached.
+
+*Power iteration.* :class:`lipbound.estimates.PowerIteration` at the layer's own input size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lipbound.estimates import PowerIteration
+from lipbound.factors import Factor
+from lipbound.geometry import convolution
+from lipbound.kernels import plain
+from lipbound.survey import input_shapes
+from lipbound.symbol import evaluate, grid, positions, radians, taps
+
+FIRST = 20  # iterations of the first call, from a random start
+
+
+class Followed:
+    """Terms of a penalty whose convolutions are followed; BatchNorms are exact as always.
+
+    Args:
+        model: The network.
+        found: Its factors.
+        method: ``'spectral'`` or ``'power_iteration'``.
+        iterations: Per call, after a longer first one.
+        input_shape: Of the network, for power iteration.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Sequence[Factor],
+        method: str,
+        iterations: int = 1,
+        input_shape: Sequence[int] | None = None,
+    ):
+        if not isinstance(iterations, int) or iterations < 1:
+            raise ValueError(f"iterations={iterations!r} must be a positive integer")
+        self.model, self.factors, self.iterations = model, list(found), iterations
+        layers = [i for i, f in enumerate(found) if f.kind is not None]
+        if method == "spectral":
+            self.layers: list[Spectral] | list[Power] = _batches(self.factors, layers)
+        else:
+            if input_shape is None:
+                raise ValueError(
+                    "method='power_iteration' works at one input size; pass "
+                    "input_shape=(channels, *spatial), (3, 32, 32) say"
+                )
+            self.layers = _powers(model, self.factors, layers, input_shape)
+
+    def logs(self, log_floor: float) -> Tensor:
+        found: dict[int, Tensor] = {
+            i: plain.log_factor(f, f.weight()) for i, f in enumerate(self.factors) if f.kind is None
+        }
+        for layer in self.layers:
+            values = layer(self.iterations)
+            tiny = torch.finfo(values.dtype).tiny
+            found |= zip(layer.indices, values.clamp_min(tiny).log(), strict=True)
+        return plain.combine(self.factors, [found[i] for i in range(len(found))], log_floor)
+
+    def total(self, log_floor: float) -> Tensor:
+        return self.logs(log_floor).sum()
+
+    def add_grad_(self, scale: float | Tensor, log_floor: float) -> Tensor:
+        with torch.enable_grad():
+            total = self.total(log_floor)
+            add_autograd_(self.model, [total], [torch.ones_like(total) * scale])
+        return total.detach()
+
+
+def add_autograd_(model: nn.Module, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add the gradient of ``outputs`` to the parameters' ``.grad``, firing no hook of theirs.
+
+    DistributedDataParallel listens to hooks and would take this for the loss's backward.
+    """
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+    for leaf, part in zip(leaves, found, strict=True):
+        if part is not None:
+            leaf.grad = part if leaf.grad is None else leaf.grad.add_(part)
+
+
+class Spectral:
+    """Equal-shaped layers: their frequencies ω ``(batch, axes)`` and vectors u ``(batch, rows)``.
+
+    The batch runs over layers and groups; u is kept as real and imaginary part, since the taps
+    are real.
+    """
+
+    def __init__(self, factors: Sequence[Factor], indices: Sequence[int], seed: int = 0):
+        self.indices = list(indices)
+        self.factors = [factors[i] for i in indices]
+        self.layers = [convolution(f.layer) for f in self.factors]
+        shape = taps(self.layers[0]).shape
+        self.groups, self.rows, self.columns, *self.sizes = shape
+        samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
+        self.grid = radians(grid(samples), samples)  # (P, D)
+        self.half = radians(grid(samples, half=True), samples)
+        self.taps = positions(self.sizes).double()  # (T, D)
+        self.seed = seed
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, iterations: int) -> Tensor:
+        """Climb, and return the layers' values, differentiable."""
+        batch = torch.stack([self._taps(i) for i in range(len(self.factors))])
+        batch = batch.reshape(-1, self.rows, self.columns * len(self.taps))
+        with torch.no_grad():
+            if self.state is None or self.state[0].device != batch.device:
+                self.state = self._start(batch)
+                iterations = max(iterations, FIRST)
+            for _ in range(iterations):
+                self.state, right = self._climb(batch.detach(), *self.state)
+        _, left = self.state
+        values = ((batch @ right) * left).sum((1, 2))
+        gains = [layer.padding_gain() for layer in self.layers]
+        return values.reshape(len(self.layers), -1).amax(1) * values.new_tensor(gains)
+
+    def _taps(self, index: int) -> Tensor:
+        factor = self.factors[index]
+        weight = plain.working(factor.weight())
+        if factor.norm is not None:
+            weight = weight * plain.norm_gains(factor).reshape(-1, *[1] * (weight.ndim - 1))
+        return taps(replace(self.layers[index], kernel=weight))
+
+    def _start(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """A short power iteration at every point of the grid; the highest of them starts.
+
+        Climbing in turns stops at any local peak, so where it starts matters.
+        """
+        half = self.half.to(batch.device)
+        draw = torch.Generator().manual_seed(self.seed)
+        start = torch.randn(len(half), self.rows, 2, generator=draw, dtype=torch.float64)
+        shape = (1, self.rows, self.columns, *self.sizes)
+        frequencies, lefts = [], []
+        for kernel in batch:
+            symbols = evaluate(kernel.reshape(shape), half)[0]  # (P, rows, columns)
+            left = torch.view_as_complex(start.to(batch)).unsqueeze(-1)
+            for _ in range(FIRST):
+                left = symbols @ (symbols.mH @ left)
+                norm = torch.linalg.vector_norm(left, dim=1, keepdim=True)
+                left = left / norm.clamp_min(1e-30)
+            best = norm.flatten().argmax()
+            frequencies.append(half[best])
+            lefts.append(torch.view_as_real(left[best, :, 0]))
+        return torch.stack(frequencies), torch.stack(lefts)
+
+    def _climb(
+        self, batch: Tensor, frequency: Tensor, left: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """One round; also the right vectors times the waves, ``(batch, columns·taps, 2)``.
+
+        With y_h = u*K_h: the polynomial's coefficients are Σ_j conj(y_js) y_jt.
+        """
+        product = batch.mT @ left  # (batch, columns·taps, 2): Kᵀ(a + ib), so conj of u*K
+        rows = torch.complex(product[..., 0], -product[..., 1])
+        rows = rows.reshape(len(batch), self.columns, len(self.taps))
+        gram = rows.mH @ rows  # (batch, T, T)
+        frequency = self._best(gram, frequency)
+        waves = self._waves(frequency).to(rows.dtype)  # (batch, T)
+        right = (rows @ waves[..., None]).conj()  # F*u, (batch, columns, 1)
+        right = right / torch.linalg.vector_norm(right, dim=1, keepdim=True).clamp_min(1e-30)
+        spread = torch.view_as_real((right * waves[:, None, :]).flatten(1))
+        return (frequency, _unit(batch @ spread)), spread
+
+    def _best(self, gram: Tensor, frequency: Tensor) -> Tensor:
+        """The highest of the grid, where it is, and two Newton steps along the axes from there."""
+        everywhere = self.grid.to(gram.device)
+        shared = self._waves(everywhere).to(gram.dtype).mT  # (T, P)
+        peak = ((gram @ shared) * shared.conj()).sum(1).real.argmax(1)
+        distance = (self.taps[None, :, :] - self.taps[:, None, :]).to(gram.device)  # (T, T, D)
+        waves = self._waves(frequency).to(gram.dtype)
+        terms = (waves.conj()[:, :, None] * gram * waves[:, None, :]).to(torch.complex128)
+        slope = -(terms.imag[..., None] * distance).sum((1, 2))  # (batch, D)
+        bend = -(terms.real[..., None] * distance.square()).sum((1, 2))
+        step = torch.where(bend < 0, -slope / torch.where(bend < 0, bend, -1.0), 0.0)
+        newton = [frequency + step, frequency + step / max(1, len(self.sizes))]
+        tried = torch.stack([everywhere[peak], frequency, *newton], 1)  # (batch, 4, D)
+        waves = self._waves(tried).to(gram.dtype)  # (batch, 4, T)
+        energy = ((waves.conj() @ gram) * waves).sum(-1).real
+        best = energy.argmax(1)
+        return tried[torch.arange(len(tried), device=best.device), best]
+
+    def _waves(self, frequency: Tensor) -> Tensor:
+        """e^{ih·ω}, ``(..., axes)`` → ``(..., taps)``."""
+        angle = frequency @ self.taps.to(frequency.device).mT
+        return torch.polar(torch.ones_like(angle), angle)
+
+
+class Power:
+    """Power iteration on one layer at its input size."""
+
+    def __init__(self, index: int, layer: nn.Module, shape: Sequence[int]):
+        self.indices = [index]
+        self.iteration = PowerIteration(layer, shape)
+        self.started = False
+
+    def __call__(self, iterations: int) -> Tensor:
+        steps = iterations if self.started else max(iterations, FIRST)
+        self.started = True
+        return self.iteration(steps).reshape(1)
+
+
+def _batches(factors: Sequence[Factor], indices: Sequence[int]) -> list[Spectral]:
+    equal: dict[object, list[int]] = {}
+    for index in indices:
+        conv = convolution(factors[index].layer)
+        shape = tuple(taps(conv).shape)
+        equal.setdefault((shape, conv.kernel.dtype, conv.kernel.device), []).append(index)
+    return [Spectral(factors, batch) for batch in equal.values()]
+
+
+def _powers(
+    model: nn.Module, factors: Sequence[Factor], indices: Sequence[int], shape: Sequence[int]
+) -> list[Power]:
+    for index in indices:
+        if factors[index].norm is not None:
+            raise ValueError(
+                "method='power_iteration' runs the layers as they are; "
+                "use include_batchnorm=True, which keeps BatchNorm apart"
+            )
+    modes = {module: module.training for module in model.modules()}
+    try:
+        shapes = input_shapes(model.eval(), shape)  # in training BatchNorm would learn from zeros
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    unseen = [factors[i].name for i in indices if factors[i].name not in shapes]
+    if unseen:
+        raise ValueError(
+            f"a forward pass of {tuple(shape)} never reaches {', '.join(unseen)}; exclude them"
+        )
+    return [Power(i, factors[i].layer, shapes[factors[i].name]) for i in indices]
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """``(batch, rows, 2)``, each of norm one as a complex vector; a zero stays zero."""
+    return vectors / torch.linalg.vector_norm(vectors, dim=(1, 2), keepdim=True).clamp_min(1e-30)

@@ -1,0 +1,382 @@
+"""Run the Triton kernels over a network: tables of addresses, launches, a replayed graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from lipbound.factors import Factor
+from lipbound.kernels import triton_rows as kernels
+from lipbound.kernels.rows import Lags
+from lipbound.symbol import positions
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+VIRTUAL = 4096  # elements of a row, where a layer has one tap and its rows may be cut anywhere
+UNROLLED = 50  # pairs of meeting taps up to which a kernel is unrolled: 3×3 has 45
+LARGEST = 1 << 13  # lags × pairs of a kernel read from tables
+
+
+@dataclass(eq=False)
+class Launch:
+    """Layers whose taps meet alike, served by one launch of each kernel.
+
+    Attributes:
+        kind: Their lags.
+        dtype: Their precision.
+        style: ``'flat'``: contiguous rows, ``'tile'``: any strides, ``'any'``: many taps.
+        programs: The factor and row of every program.
+    """
+
+    kind: Lags
+    dtype: torch.dtype
+    style: str
+    programs: list[tuple[int, int]] = field(default_factory=list)
+
+    def place(self, device: torch.device) -> None:
+        """Put the tables on the device; constants of the unrolled kernels are tuples."""
+        kind = self.kind
+        self.points = len(kind.points)
+        self.table = torch.tensor(self.programs, dtype=torch.int32, device=device)
+        self.cosines = kind.cosines.to(device, torch.float32).contiguous()
+        self.type = DTYPES[self.dtype]
+        pairs, meetings = _pairs(kind), _meetings(kind)
+        if self.style == "any":
+            self.left, self.right = (_padded(pairs, side, device) for side in (0, 1))
+            self.other, self.lags = (_padded(meetings, side, device) for side in (0, 1))
+            warps = 8 if len(pairs) * max(map(len, pairs)) > 2048 else 4
+            self.values = {
+                "LAG_PAD": next_power_of_2(len(pairs)),
+                "PAIR_PAD": self.left.shape[1],
+                "SPAN": 128,
+                "num_warps": warps,
+            }
+            self.gradients = {
+                "TAP_PAD": next_power_of_2(kind.taps),
+                "MEET_PAD": self.other.shape[1],
+                "num_warps": warps,
+            }
+            return
+        shape: dict[str, Any] = {"TAPS": kind.taps, "LAGS": len(pairs)}
+        if self.style == "flat":
+            period = math.lcm(kind.taps, 4)
+            shape |= {
+                "SHIFT": tuple(b - a for (a, b), *_ in pairs),
+                "MASK": tuple(sum(1 << a for a, _ in part) for part in pairs),
+                "LANES": 64,
+                "STEP": 256 // period * period,
+            }
+            self.values = {**shape, "SPAN": 128, "num_warps": 2}
+            self.gradients = {**shape, "num_warps": 2}
+            return
+        block, warps = (1024, 4) if kind.taps == 1 else (64, 1)
+        shape |= {"BLOCK": block, "ROWS": 1, "num_warps": warps}
+        self.values = {**shape, **_flat(pairs, "LEFT", "RIGHT"), "SPAN": 128}
+        self.gradients = {**shape, **_flat(meetings, "OTHER", "LAG")}
+
+
+def served(factor: Factor) -> bool:
+    """Whether the kernels can take this layer: weights of its own, precisions they know."""
+    if factor.norm is not None and any(t.dtype != torch.float32 for t in _norm(factor)):
+        return False
+    if factor.kind is None:
+        return True
+    weight = factor.layer._parameters.get("weight")  # a parametrized one is new at every call
+    if weight is None or weight.dtype not in DTYPES:
+        return False
+    pairs = _pairs(factor.kind)
+    return next_power_of_2(len(pairs)) * next_power_of_2(max(map(len, pairs))) <= LARGEST
+
+
+class Fused:
+    """All factors of a network on one device.
+
+    Built for the addresses the weights have now. The gradients' addresses may change at every
+    step and are only uploaded again.
+
+    Args:
+        factors: Served ones, in any order; BatchNorms among them.
+    """
+
+    def __init__(self, factors: Sequence[Factor]):
+        self.factors = factors
+        self.device = factors[0].weight().device
+        fields = np.zeros((len(factors), kernels.FIELDS), dtype=np.int64)
+        floats = np.zeros((len(factors), kernels.FLOATS), dtype=np.float32)
+        offsets: list[int] = []
+        launches: dict[tuple[object, ...], Launch] = {}
+        seen: dict[int, int] = {}  # weights met before: their gradients must not race
+        rows_total = 0
+        for index, factor in enumerate(factors):
+            line, constants = fields[index], floats[index]
+            constants[kernels.COUNT] = factor.count
+            if factor.norm is not None:
+                *gamma, variance = _norm(factor)
+                line[kernels.GAMMA] = gamma[0].data_ptr() if gamma else 0
+                line[kernels.VARIANCE] = variance.data_ptr()
+                line[kernels.ROWS_] = len(variance)
+                constants[kernels.EPSILON] = factor.norm.eps
+                constants[kernels.TINY] = torch.finfo(torch.float32).tiny
+            if factor.kind is None:
+                continue
+            weight = factor.weight().detach()
+            wave = seen[weight.data_ptr()] = seen.get(weight.data_ptr(), -1) + 1
+            kind = factor.kind
+            rows = factor.rows(weight)
+            count, channels, taps = rows.shape
+            scale, constants[kernels.TINY] = factor.constant(rows.float())
+            constants[kernels.LOG_CONSTANT] = math.log(scale)
+            free = taps == 1 and factor.groups == 1 and factor.norm is None
+            limit = count * channels
+            if free and weight.is_contiguous():
+                count, channels, row_stride, channel_stride = (
+                    -(-limit // VIRTUAL),
+                    VIRTUAL,
+                    VIRTUAL,
+                    1,
+                )
+            else:
+                row_stride, channel_stride = rows.stride()[:2]
+            line[: kernels.GROUPS + 1] = [
+                weight.data_ptr(), 0, row_stride, channel_stride, channels, limit,
+                rows_total, len(offsets), count, factor.groups,
+            ]  # fmt: skip
+            offsets += _tap_offsets(weight)
+            rows_total += count
+            style = _style(kind, weight)
+            launch = launches.setdefault(
+                (kind, weight.dtype, style, wave), Launch(kind, weight.dtype, style)
+            )
+            launch.programs += [(index, row) for row in range(count)]
+        self.launches = sorted(launches.values(), key=lambda launch: -len(launch.programs))
+        self.again = [launch for (*_, wave), launch in launches.items() if wave]
+        for launch in self.launches:
+            launch.place(self.device)
+        self.norm_waves = self._norm_programs()
+        self.fields, self.floats = fields, torch.from_numpy(floats).to(self.device)
+        self.table = torch.from_numpy(fields).to(self.device)
+        self.offsets = torch.tensor(offsets or [0], dtype=torch.int64, device=self.device)
+        empty: dict[str, Any] = {"device": self.device, "dtype": torch.float32}
+        self.peaks = torch.zeros(rows_total + 1, **empty)
+        self.points = torch.zeros(rows_total + 1, dtype=torch.int32, device=self.device)
+        self.logs, self.coefficients, self.tops = torch.zeros(3, len(factors), **empty)
+        self.total = torch.zeros((), **empty)
+        self.winners = torch.zeros(len(factors), dtype=torch.int32, device=self.device)
+        self.floor = torch.full((1,), -math.inf, **empty)
+        self.scale = torch.ones(1, **empty)
+        self._scale, self._floor = 1.0, -math.inf
+        self._uploads: list[Tensor] = []
+        self._side: list[torch.cuda.Stream] = []
+        self._graphs: dict[bool, torch.cuda.CUDAGraph | int] = {}
+        self.stamp = 0
+
+    def _norm_programs(self) -> list[Tensor]:
+        waves: list[list[int]] = []
+        met: dict[int, int] = {}
+        for index, factor in enumerate(self.factors):
+            if factor.norm is None or factor.norm.weight is None:
+                continue
+            wave = met[id(factor.norm.weight)] = met.get(id(factor.norm.weight), -1) + 1
+            waves += [[]] * 0 if wave < len(waves) else [[]]
+            waves[wave].append(index)
+        return [torch.tensor(wave, dtype=torch.int32, device=self.device) for wave in waves]
+
+    def value(self, log_floor: float = -math.inf) -> Tensor:
+        """Σ count · log max(bound, floor): a buffer that the next call overwrites."""
+        if log_floor != self._floor:
+            self.floor.fill_(log_floor)
+            self._floor = log_floor
+        self.stamp += 1
+        self._run(False)
+        return self.total
+
+    def aim(self, grads: Sequence[Tensor | None], gammas: Sequence[Tensor | None]) -> None:
+        """Say where the gradients are to be added.
+
+        Args:
+            grads: Of each factor's weight, strided like it; ``None`` leaves it out.
+            gammas: Of each factor's γ, likewise.
+        """
+        for column, tensors in ((kernels.GRAD, grads), (kernels.GAMMA_GRAD, gammas)):
+            self.fields[:, column] = [0 if t is None else t.data_ptr() for t in tensors]
+        source = torch.from_numpy(self.fields)
+        if self.device.type == "cuda":
+            source = source.pin_memory()  # a copy: the next call may come before it is read
+            if torch.cuda.is_current_stream_capturing():
+                self._uploads.append(source)  # the captured copy reads it at every replay
+        self.table.copy_(source, non_blocking=True)
+
+    def add_gradient(self, scale: float | Tensor) -> None:
+        """After :meth:`value`: add ``scale`` times the gradient where :meth:`aim` said.
+
+        Args:
+            scale: Number, or one-element tensor on the device.
+        """
+        if isinstance(scale, Tensor):
+            self.scale.copy_(scale.reshape(1))
+            self._scale = math.nan
+        elif scale != self._scale:
+            self.scale.fill_(scale)
+            self._scale = scale
+        self._run(True)
+
+    def _run(self, gradient: bool) -> None:
+        """Launch, or replay: the second call in a row outside a capture is captured."""
+        launch = self._launch_gradient if gradient else self._launch_value
+        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            launch()
+            return
+        graph = self._graphs.get(gradient, 0)
+        with torch.cuda.device(self.device):
+            if isinstance(graph, int):
+                if graph >= 2:
+                    self._graphs[gradient] = self._captured(launch)
+                    return
+                self._graphs[gradient] = graph + 1
+                launch()
+            else:
+                graph.replay()
+
+    def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            launch()
+        graph.replay()
+        return graph
+
+    def _launch_value(self) -> None:
+        self._together([partial(self._peaks, launch) for launch in self.launches])
+        kernels.totals_kernel[(len(self.factors),)](
+            self.table, self.floats, self.peaks, self.logs, self.coefficients, self.winners,
+            self.tops, self.floor, BLOCK=1024, TILE=32,
+        )  # fmt: skip
+        kernels.sum_kernel[(1,)](self.logs, self.total, len(self.logs), BLOCK=512)
+
+    def _peaks(self, launch: Launch) -> None:
+        out: tuple[Any, ...] = (self.peaks, self.points, launch.points)
+        read: tuple[Tensor, ...]
+        options = {"DTYPE": launch.type, **launch.values}
+        if launch.style == "flat":
+            kernel, read = kernels.flat_peaks_kernel, (launch.cosines,)
+        elif launch.style == "tile":
+            kernel, read = kernels.peaks_kernel, (self.offsets, launch.cosines)
+        else:
+            kernel = kernels.any_peaks_kernel
+            read = (self.offsets, launch.cosines, launch.left, launch.right)
+            out = (*out, launch.cosines.shape[0])
+        kernel[(len(launch.table),)](launch.table, self.table, *read, *out, **options)
+
+    def _launch_gradient(self) -> None:
+        norms = [partial(self._norm_gradient, wave) for wave in self.norm_waves[:1]]
+        first = [launch for launch in self.launches if launch not in self.again]
+        self._together([*(partial(self._gradient, launch) for launch in first), *norms])
+        for launch in self.again:  # weights met before: their gradients must not race
+            self._gradient(launch)
+        for wave in self.norm_waves[1:]:
+            self._norm_gradient(wave)
+
+    def _gradient(self, launch: Launch) -> None:
+        read = (launch.table, self.table, self.floats)
+        at = (self.points, self.coefficients, self.winners, self.scale, launch.points)
+        options = {"DTYPE": launch.type, **launch.gradients}
+        grid = (len(launch.table),)
+        if launch.style == "flat":
+            kernels.flat_gradient_kernel[grid](*read, launch.cosines, *at, **options)
+        elif launch.style == "tile":
+            kernels.gradient_kernel[grid](*read, self.offsets, launch.cosines, *at, **options)
+        else:
+            tables = (self.offsets, launch.cosines, launch.other, launch.lags)
+            kernels.any_gradient_kernel[grid](*read, *tables, *at, launch.kind.taps, **options)
+
+    def _norm_gradient(self, wave: Tensor) -> None:
+        kernels.norm_gradient_kernel[(len(wave),)](
+            wave, self.table, self.floats, self.peaks, self.coefficients, self.winners,
+            self.tops, self.scale, BLOCK=512,
+        )  # fmt: skip
+
+    def _together(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Run independent launches: in a graph beside each other, else one after the other."""
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            for call in calls:
+                call()
+            return
+        main = torch.cuda.current_stream()
+        for call, stream in zip(calls[1:], self._streams(len(calls) - 1), strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                call()
+        calls[0]()
+        for stream in self._side[: len(calls) - 1]:
+            main.wait_stream(stream)
+
+    def _streams(self, count: int) -> list[torch.cuda.Stream]:
+        self._side += [torch.cuda.Stream(self.device) for _ in range(count - len(self._side))]
+        return self._side[:count]
+
+
+def _norm(factor: Factor) -> list[Tensor]:
+    """γ, if there is one, and the running variance."""
+    assert factor.norm is not None
+    return [t for t in (factor.norm.weight, factor.norm.running_var) if t is not None]
+
+
+def _style(kind: Lags, weight: Tensor) -> str:
+    if sum(map(len, _pairs(kind))) > UNROLLED:
+        return "any"
+    row = weight[0].numel() * weight.element_size()
+    aligned = row % 16 == 0 and weight.data_ptr() % 16 == 0
+    return "flat" if kind.taps > 1 and aligned and weight.is_contiguous() else "tile"
+
+
+def _tap_offsets(weight: Tensor) -> list[int]:
+    strides = torch.tensor(weight.stride()[2:], dtype=torch.int64)
+    return (positions(weight.shape[2:]) @ strides).tolist() if weight.ndim > 2 else [0]
+
+
+Pairs = list[list[tuple[int, int]]]
+
+
+@lru_cache
+def _pairs(kind: Lags) -> Pairs:
+    """Lag by lag the taps a ≤ b that meet there."""
+    taps = kind.taps
+    found: Pairs = [[] for _ in kind.vectors]
+    for a in range(taps):
+        for b in range(a, taps):
+            if kind.meeting[a * taps + b] >= 0:
+                found[kind.meeting[a * taps + b]].append((a, b))
+    return found
+
+
+@lru_cache
+def _meetings(kind: Lags) -> Pairs:
+    """Tap by tap those it meets, with the lag."""
+    taps = kind.taps
+    lines = [kind.meeting[a * taps : (a + 1) * taps] for a in range(taps)]
+    return [[(b, lag) for b, lag in enumerate(line) if lag >= 0] for line in lines]
+
+
+def _flat(pairs: Pairs, first: str, second: str) -> dict[str, tuple[int, ...]]:
+    """Where each list starts, all firsts, all seconds."""
+    starts = np.cumsum([0, *map(len, pairs)]).tolist()
+    together = [pair for part in pairs for pair in part]
+    return {
+        "STARTS": tuple(starts),
+        first: tuple(a for a, _ in together),
+        second: tuple(b for _, b in together),
+    }
+
+
+def _padded(pairs: Pairs, side: int, device: torch.device) -> Tensor:
+    """One side of the pairs, a line per list, −1 where it is over."""
+    width = next_power_of_2(max(map(len, pairs)))
+    lines = [[p[side] for p in part] + [-1] * (width - len(part)) for part in pairs]
+    return torch.tensor(lines, dtype=torch.int32, device=device)

@@ -1,0 +1,34 @@
+"""Records: one JSON object a line, appended as each is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records of a file; none if it does not exist yet.
+
+    Raises:
+        ValueError: If a line is no JSON object.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: {error}; remove the line") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: no JSON object; remove the line")
+        records.append(record)
+    return records
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Write one record at the end; what was there stays, so a long run can be interrupted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")

@@ -1,0 +1,1 @@
+"""Training and evaluating networks under attack."""

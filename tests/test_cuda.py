@@ -1,0 +1,163 @@
+"""On a GPU: the fused kernels for real, captured, replayed and in a training loop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lipbound
+from lipbound import Penalty
+from lipbound.kernels import plain
+from lipbound.robust.models import WideResNet
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    network = WideResNet(10, 2).cuda()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight)
+            module.running_var.uniform_(0.2, 3)
+    return network
+
+
+def twin(penalty: Penalty) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    total = penalty.weight * plain.logs(penalty.factors, penalty.log_floor).sum()
+    leaves = list(penalty.model.parameters())
+    return total.detach(), torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def assert_gradients(network: nn.Module, expected: list[torch.Tensor | None], rtol: float = 1e-4):
+    for parameter, grad in zip(network.parameters(), expected, strict=True):
+        if grad is not None:
+            scale = float(grad.abs().amax())
+            torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=rtol * scale + 1e-30)
+
+
+@pytest.mark.parametrize("norms", [True, False, "folded"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_kernels_equal_the_twin(layout, norms):
+    network = model().to(memory_format=layout)
+    penalty = Penalty(network, 0.1, include_batchnorm=norms)
+    expected, gradients = twin(penalty)
+    for _ in range(5):  # launched, captured, replayed
+        network.zero_grad()
+        torch.testing.assert_close(penalty.add_grad_(), expected, rtol=1e-5, atol=0)
+        assert_gradients(network, gradients)
+    assert penalty._terms._fused is not None
+    network.zero_grad()
+    penalty().backward()
+    assert_gradients(network, gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights(dtype):
+    network = nn.Sequential(nn.Conv2d(16, 24, 3), nn.Conv2d(24, 8, 5), nn.Conv2d(8, 8, 1))
+    network = network.cuda().to(dtype)
+    penalty = Penalty(network, 1.0)
+    expected, gradients = twin(penalty)
+    torch.testing.assert_close(penalty.add_grad_(), expected, rtol=1e-5, atol=0)
+    assert_gradients(network, gradients, 1e-2)
+
+
+def test_follows_the_weights_through_training():
+    network = model().train()
+    penalty = Penalty(network, 0.5)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, fused=True)
+    images, labels = torch.rand(16, 3, 32, 32).cuda(), torch.arange(16).cuda() % 10
+    for step in range(6):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(network(images), labels).backward()
+        before = [None if p.grad is None else p.grad.clone() for p in network.parameters()]
+        expected, gradients = twin(penalty)
+        torch.testing.assert_close(penalty.add_grad_(), expected, rtol=1e-5, atol=1e-5)
+        sums = [
+            None if g is None else g + b
+            for g, b in zip(gradients, before, strict=True)
+        ]  # fmt: skip
+        assert_gradients(network, sums)
+        optimizer.step()
+        if step == 3:
+            network.to(memory_format=torch.channels_last)
+
+
+def test_inside_a_graph_of_the_users_own():
+    network = model()
+    penalty = Penalty(network, 1.0)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            penalty.add_grad_()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for parameter in network.parameters():
+            parameter.grad.zero_()
+        value = penalty.add_grad_()
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(1.1).add_(0.01 * torch.randn_like(parameter))
+        graph.replay()
+        expected, gradients = twin(penalty)
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+        assert_gradients(network, gradients)
+
+
+def test_autograd_inside_a_graph():
+    network = model()
+    penalty = Penalty(network, 1.0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            network.zero_grad()
+            penalty().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    network.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        penalty().backward()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(0.9)
+    graph.replay()
+    _, gradients = twin(penalty)
+    assert_gradients(network, gradients)
+
+
+def test_bounds_hold():
+    layer = nn.Conv2d(64, 48, 3, stride=2).cuda()
+    (value,) = Penalty(nn.Sequential(layer)).bounds().values()
+    truth = lipbound.bracket(layer.cpu())
+    assert truth.lower <= value <= 20 * truth.upper
+
+
+def test_floor_and_gradient_scaler():
+    network = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)).cuda()
+    with torch.no_grad():
+        network[0].weight.mul_(1e-3)
+    penalty = Penalty(network, 1.0, floor=1.0)
+    scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    penalty.add_grad_(scaler._scale)
+    expected, gradients = twin(penalty)
+    assert float(expected) == pytest.approx(math.log(penalty.bounds()["1"]), rel=1e-4)
+    assert not network[0].weight.grad.any()
+    assert_gradients(network, [None if g is None else 64 * g for g in gradients])
+
+
+def test_compiled():
+    network = model()
+    penalty = Penalty(network, 1.0)
+    torch.compile(lambda: penalty())().backward()
+    _, gradients = twin(penalty)
+    assert_gradients(network, gradients, 1e-3)
