@@ -33,6 +33,7 @@ from torch.nn import functional
 import lipbound
 from lipbound.experiments.networks import NAMES, Layers
 from lipbound.kernels import plain
+from lipbound.kernels.rows import row_peaks
 from lipbound.penalty import Penalty
 from lipbound.symbol import grid, positions, radians
 
@@ -187,22 +188,51 @@ def _linear(network: Layers) -> type | tuple[()]:
 
 
 def _agreement(penalty: Penalty, network: nn.Module) -> dict[str, float]:
-    """Largest relative differences of value and gradient from the plain twin's autograd."""
+    """How far value and gradient are from the plain twin's by autograd, relative.
+
+    Where two grid points of a row have the same energy up to rounding, either is a maximizer and
+    the gradients differ: such rows are counted (``ties``, with the gap between the energies) and
+    left out of the gradient's difference.
+    """
     for parameter in network.parameters():
         parameter.grad = None
     value = penalty.add_grad_()
     total = plain.logs(penalty.factors, -math.inf).sum()
     found = [(p, p.grad) for p in network.parameters() if p.grad is not None]
     twin = torch.autograd.grad(total, [p for p, _ in found])
-    differences = [
-        float((mine - theirs).abs().amax() / theirs.abs().amax())
-        for (_, mine), theirs in zip(found, twin, strict=True)
-    ]
+    tied, gap = _ties(penalty)
+    difference = 0.0
+    for (parameter, mine), theirs in zip(found, twin, strict=True):
+        rows = tied.get(parameter, torch.zeros(len(mine), dtype=torch.bool, device=mine.device))
+        apart = (mine - theirs)[~rows].abs().amax()
+        difference = max(difference, float(apart / theirs.abs().amax()))
     total = total.detach()
     return {
         "value_difference": float((value - total).abs() / total.abs()),
-        "gradient_difference": max(differences),
+        "gradient_difference": difference,
+        "ties": int(sum(rows.sum() for rows in tied.values())),
+        "tie_gap": gap,
     }
+
+
+def _ties(penalty: Penalty) -> tuple[dict[Tensor, Tensor], float]:
+    """Weight → rows whose maximizer is another one than the twin's; their largest relative gap."""
+    fused = getattr(penalty._terms, "_fused", None)
+    tied: dict[Tensor, Tensor] = {}
+    gap = 0.0
+    if fused is None:
+        return tied, gap
+    for factor, first in fused.firsts():
+        if factor.kind.taps == 1:
+            continue
+        weight = factor.weight()
+        with torch.no_grad():
+            peaks, points = row_peaks(factor.rows(plain.working(weight)), factor.kind)
+        here = slice(first, first + len(peaks))
+        tied[weight] = fused.points[here] != points
+        gaps = ((fused.peaks[here] - peaks).abs() / peaks)[tied[weight]]
+        gap = max(gap, float(gaps.amax()) if len(gaps) else 0.0)
+    return tied, gap
 
 
 METHODS = (

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from lipbound.factors import Factor
-from lipbound.kernels import triton_rows as kernels
+from lipbound.kernels import layout, triton_gradients, triton_values
 from lipbound.kernels.rows import Lags
 from lipbound.symbol import positions
 
@@ -109,22 +109,22 @@ class Fused:
     def __init__(self, factors: Sequence[Factor]):
         self.factors = factors
         self.device = factors[0].weight().device
-        fields = np.zeros((len(factors), kernels.FIELDS), dtype=np.int64)
-        floats = np.zeros((len(factors), kernels.FLOATS), dtype=np.float32)
+        fields = np.zeros((len(factors), layout.FIELDS.value), dtype=np.int64)
+        floats = np.zeros((len(factors), layout.FLOATS.value), dtype=np.float32)
         offsets: list[int] = []
         launches: dict[tuple[object, ...], Launch] = {}
         seen: dict[int, int] = {}  # weights met before: their gradients must not race
         rows_total = 0
         for index, factor in enumerate(factors):
             line, constants = fields[index], floats[index]
-            constants[kernels.COUNT] = factor.count
+            constants[layout.COUNT.value] = factor.count
             if factor.norm is not None:
                 *gamma, variance = _norm(factor)
-                line[kernels.GAMMA] = gamma[0].data_ptr() if gamma else 0
-                line[kernels.VARIANCE] = variance.data_ptr()
-                line[kernels.ROWS_] = len(variance)
-                constants[kernels.EPSILON] = factor.norm.eps
-                constants[kernels.TINY] = torch.finfo(torch.float32).tiny
+                line[layout.GAMMA.value] = gamma[0].data_ptr() if gamma else 0
+                line[layout.VARIANCE.value] = variance.data_ptr()
+                line[layout.ROW_COUNT.value] = len(variance)
+                constants[layout.EPSILON.value] = factor.norm.eps
+                constants[layout.TINY.value] = torch.finfo(torch.float32).tiny
             if factor.kind is None:
                 continue
             weight = factor.weight().detach()
@@ -132,8 +132,8 @@ class Fused:
             kind = factor.kind
             rows = factor.rows(weight)
             count, channels, taps = rows.shape
-            scale, constants[kernels.TINY] = factor.constant(rows.float())
-            constants[kernels.LOG_CONSTANT] = math.log(scale)
+            scale, constants[layout.TINY.value] = factor.constant(rows.float())
+            constants[layout.LOG_CONSTANT.value] = math.log(scale)
             free = taps == 1 and factor.groups == 1 and factor.norm is None
             limit = count * channels
             if free and weight.is_contiguous():
@@ -145,7 +145,7 @@ class Fused:
                 )
             else:
                 row_stride, channel_stride = rows.stride()[:2]
-            line[: kernels.GROUPS + 1] = [
+            line[: layout.GROUPS.value + 1] = [
                 weight.data_ptr(), 0, row_stride, channel_stride, channels, limit,
                 rows_total, len(offsets), count, factor.groups,
             ]  # fmt: skip
@@ -198,6 +198,11 @@ class Fused:
         self._run(False)
         return self.total
 
+    def firsts(self) -> list[tuple[Factor, int]]:
+        """Convolutions, and where their rows begin in ``peaks`` and ``points``."""
+        lines = zip(self.factors, self.fields[:, layout.FIRST.value].tolist(), strict=True)
+        return [(factor, first) for factor, first in lines if factor.kind is not None]
+
     def aim(self, grads: Sequence[Tensor | None], gammas: Sequence[Tensor | None]) -> None:
         """Say where the gradients are to be added.
 
@@ -205,7 +210,7 @@ class Fused:
             grads: Of each factor's weight, strided like it; ``None`` leaves it out.
             gammas: Of each factor's γ, likewise.
         """
-        for column, tensors in ((kernels.GRAD, grads), (kernels.GAMMA_GRAD, gammas)):
+        for column, tensors in ((layout.GRAD.value, grads), (layout.GAMMA_GRAD.value, gammas)):
             self.fields[:, column] = [0 if t is None else t.data_ptr() for t in tensors]
         source = torch.from_numpy(self.fields)
         if self.device.type == "cuda":
@@ -254,22 +259,22 @@ class Fused:
 
     def _launch_value(self) -> None:
         self._together([partial(self._peaks, launch) for launch in self.launches])
-        kernels.totals_kernel[(len(self.factors),)](
+        triton_values.totals_kernel[(len(self.factors),)](
             self.table, self.floats, self.peaks, self.logs, self.coefficients, self.winners,
             self.tops, self.floor, BLOCK=1024, TILE=32,
         )  # fmt: skip
-        kernels.sum_kernel[(1,)](self.logs, self.total, len(self.logs), BLOCK=512)
+        triton_values.sum_kernel[(1,)](self.logs, self.total, len(self.logs), BLOCK=512)
 
     def _peaks(self, launch: Launch) -> None:
         out: tuple[Any, ...] = (self.peaks, self.points, launch.points)
         read: tuple[Tensor, ...]
         options = {"DTYPE": launch.type, **launch.values}
         if launch.style == "flat":
-            kernel, read = kernels.flat_peaks_kernel, (launch.cosines,)
+            kernel, read = triton_values.flat_peaks_kernel, (launch.cosines,)
         elif launch.style == "tile":
-            kernel, read = kernels.peaks_kernel, (self.offsets, launch.cosines)
+            kernel, read = triton_values.peaks_kernel, (self.offsets, launch.cosines)
         else:
-            kernel = kernels.any_peaks_kernel
+            kernel = triton_values.any_peaks_kernel
             read = (self.offsets, launch.cosines, launch.left, launch.right)
             out = (*out, launch.cosines.shape[0])
         kernel[(len(launch.table),)](launch.table, self.table, *read, *out, **options)
@@ -289,15 +294,19 @@ class Fused:
         options = {"DTYPE": launch.type, **launch.gradients}
         grid = (len(launch.table),)
         if launch.style == "flat":
-            kernels.flat_gradient_kernel[grid](*read, launch.cosines, *at, **options)
+            triton_gradients.flat_gradient_kernel[grid](*read, launch.cosines, *at, **options)
         elif launch.style == "tile":
-            kernels.gradient_kernel[grid](*read, self.offsets, launch.cosines, *at, **options)
+            triton_gradients.gradient_kernel[grid](
+                *read, self.offsets, launch.cosines, *at, **options
+            )
         else:
             tables = (self.offsets, launch.cosines, launch.other, launch.lags)
-            kernels.any_gradient_kernel[grid](*read, *tables, *at, launch.kind.taps, **options)
+            triton_gradients.any_gradient_kernel[grid](
+                *read, *tables, *at, launch.kind.taps, **options
+            )
 
     def _norm_gradient(self, wave: Tensor) -> None:
-        kernels.norm_gradient_kernel[(len(wave),)](
+        triton_gradients.norm_gradient_kernel[(len(wave),)](
             wave, self.table, self.floats, self.peaks, self.coefficients, self.winners,
             self.tops, self.scale, BLOCK=512,
         )  # fmt: skip
