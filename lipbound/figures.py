@@ -23,10 +23,11 @@ def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "lipbound"  # the same figure, the same file
     from matplotlib import pyplot
 
     names = [record["network"] for record in records]
-    figure, axes = pyplot.subplots(figsize=(8.2, 0.9 + 0.27 * len(names)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.2, 1.6 + 0.25 * len(names)), layout="constrained")
     for method, (label, colour, marker) in STYLES.items():
         points = [
             (record["milliseconds"][method], index)
@@ -44,7 +45,6 @@ def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.09 - 0.6 / len(names)), ncols=3,
-                frameon=False, fontsize=9)  # fmt: skip
-    figure.savefig(path)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

@@ -31,8 +31,13 @@ def test_version_and_help(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["audi"], ["audit"], ["audit", "--bogus"], ["audit", "x.pt"]]
-)
+    "arguments",
+    [
+        ["audi"], ["audit"], ["audit", "--bogus"], ["audit", "x.pt"],
+        ["bench", "--network", "resnet19"], ["bench", "--method", "guess"],
+        ["bench", "--device", "abacus"],
+    ],
+)  # fmt: skip
 def test_errors_are_one_line_and_exit_2(monkeypatch, capsys, arguments):
     code, _, err = run(monkeypatch, capsys, *arguments)
     assert code == 2
@@ -73,3 +78,23 @@ def test_embedded_network_is_trained_and_its_rows_are_sound():
     for row in survey(model, demo.INPUT_SHAPE):
         assert row.bracket.upper >= row.exact * (1 - 1e-12)
         assert row.lipbound is None or row.lipbound >= row.exact
+
+
+def test_bench_measures_once_and_draws(monkeypatch, capsys, tmp_path):
+    record, figure = tmp_path / "speed.jsonl", tmp_path / "speed.svg"
+    arguments = ["bench", "--network", "squeezenet1_1", "--out", str(record), "--device", "cpu"]
+    methods = ["--method", "lipbound", "--method", "lipbound_gradient", "--method", "sgd"]
+    code, out, err = run(monkeypatch, capsys, *arguments, *methods)
+    assert (code, err) == (0, "")
+    assert "squeezenet1_1" in out
+    assert "SGD / LB+grad: geometric mean" in out
+    before = record.read_text()
+    assert before.count("\n") == 1
+    code, again, _ = run(monkeypatch, capsys, *arguments, *methods, "--plot", str(figure))
+    assert (code, record.read_text()) == (0, before), "an interrupted run goes on where it stopped"
+    assert again.startswith(out)
+    assert figure.read_text().count("squeezenet1_1") >= 1
+    record.write_text("not json\n")
+    code, _, err = run(monkeypatch, capsys, *arguments)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "speed.jsonl, line 1" in err
