@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from lipbound.geometry import convolution
-from lipbound.kernels.rows import Lags, lags
+from lipbound.rows import Lags, lags
 
 Exclude = str | type | Callable[[str, nn.Module], bool]
 

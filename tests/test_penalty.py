@@ -19,7 +19,7 @@ from lipbound import penalty as module
 from lipbound.energy import energy_maxima
 from lipbound.factors import factors
 from lipbound.kernels import plain
-from lipbound.kernels.rows import lags, row_peaks
+from lipbound.rows import lags, row_peaks
 from lipbound.symbol import taps
 
 triton = pytest.importorskip("triton", reason="the fused kernels need Triton")

@@ -33,8 +33,8 @@ from torch.nn import functional
 import lipbound
 from lipbound.experiments.networks import NAMES, Layers
 from lipbound.kernels import plain
-from lipbound.kernels.rows import row_peaks
 from lipbound.penalty import Penalty
+from lipbound.rows import row_peaks
 from lipbound.symbol import grid, positions, radians
 
 SAMPLES, ITERATIONS = 10, 10

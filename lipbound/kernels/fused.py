@@ -16,7 +16,7 @@ from triton import next_power_of_2
 
 from lipbound.factors import Factor
 from lipbound.kernels import layout, triton_gradients, triton_values
-from lipbound.kernels.rows import Lags
+from lipbound.rows import Lags
 from lipbound.symbol import positions
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipbound.factors import Factor
-from lipbound.kernels.rows import add_row_gradient_, row_peaks
+from lipbound.rows import add_row_gradient_, row_peaks
 
 
 def logs(found: Sequence[Factor], log_floor: float) -> Tensor:
