@@ -11,9 +11,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from lipbound import bracket, demo, symbol
+from lipbound import audit, bracket, demo, symbol
+from lipbound import exact as true_norm
 from lipbound.report import geometry
-from lipbound.survey import survey
+from lipbound.sizes import input_shapes
 
 OUT = Path(__file__).with_name("picture.svg")
 INK, MUTED, WARM, COOL = "#1c2733", "#7b8794", "#d1495b", "#00798c"
@@ -25,7 +26,9 @@ def main() -> None:
         "xtick.color": MUTED, "ytick.color": INK, "svg.hashsalt": "lipbound",
     })  # fmt: skip
     model = demo.network()
-    rows = [row for row in survey(model, demo.INPUT_SHAPE) if row.lipbound is not None]
+    found_all = audit(model, demo.INPUT_SHAPE, search=0)
+    rows = [row for row in found_all.layers if row.lipbound is not None]
+    sizes = input_shapes(model, demo.INPUT_SHAPE)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 3.9), width_ratios=(1, 1.35))
 
     layer = model.down
@@ -51,7 +54,7 @@ def main() -> None:
     left.set_aspect("equal")
 
     places = np.arange(len(rows))[::-1]
-    exact = np.array([row.exact for row in rows])
+    exact = np.array([true_norm(row.layer, sizes[row.name]) for row in rows])
     ours = np.array([row.bracket.upper for row in rows])
     paper = np.array([row.lipbound for row in rows])
     right.barh(places + 0.18, paper, 0.3, color="#e3e8ee", label="LipBound (Araujo et al. 2021)")

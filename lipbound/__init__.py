@@ -4,23 +4,27 @@ Bounds are proved to be at least σ1, in floating point too; a bracket is proved
 estimates promise nothing; exact is an SVD at one input size.
 """
 
+__version__ = "0.1.0"
+
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
 from lipbound.estimates import ESTIMATES, PowerIteration, estimate
 from lipbound.geometry import Convolution, convolution
 from lipbound.layers import lipschitz
+from lipbound.network import Audit, audit
 from lipbound.penalty import Penalty
+from lipbound.rules import register_rule
 from lipbound.symbol import symbol
 from lipbound.toeplitz import exact
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BOUNDS",
     "ESTIMATES",
+    "Audit",
     "Bracket",
     "Convolution",
     "Penalty",
     "PowerIteration",
+    "audit",
     "bound",
     "bracket",
     "brackets",
@@ -28,5 +32,6 @@ __all__ = [
     "estimate",
     "exact",
     "lipschitz",
+    "register_rule",
     "symbol",
 ]

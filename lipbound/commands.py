@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -83,14 +83,88 @@ def bench(
 
 @app.command()
 def audit(
-    source: Annotated[str, typer.Argument(help="'demo': the network inside the package.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="'demo'; weights (.safetensors, .pt); a model: resnet20, resnet56, wrn-28-10, "
+            "torchvision:NAME, timm:NAME."
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Architecture of a weights file: package.module:factory, or a name."),
+    ] = None,
+    input_shape: Annotated[
+        str | None, typer.Option("--input", help="Shape of one input, 3,32,32 say.")
+    ] = None,
+    rtol: Annotated[float, typer.Option(help="Relative width of the brackets.")] = 1e-3,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    fail_above: Annotated[
+        float | None, typer.Option(help="Exit with 1 if the network's bound exceeds this.")
+    ] = None,
+    stride: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
+    dilation: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
+    groups: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
 ) -> None:
-    """Every layer's gain: σ1 at its input size, and the certified interval for every size."""
-    if source != "demo":
-        raise ValueError(f"cannot audit {source!r}; this version audits the embedded 'demo'")
-    from lipbound import demo
-    from lipbound.report import layer_table
-    from lipbound.survey import survey
+    """Every layer's gain and the whole network's, certified."""
+    from lipbound import sources
+    from lipbound.network import audit as run_audit
+    from lipbound.network import audit_weights
+    from lipbound.report import audit_json, audit_table
 
-    rows = survey(demo.network(), demo.INPUT_SHAPE)
-    layer_table(rows, "Digits CNN: σ1 at each layer's input, certified ends for any input")
+    network, shape, name = _network(source, model)
+    if input_shape is not None:
+        shape = _shape(input_shape)
+    if network is not None:
+        found = run_audit(network, shape, rtol)
+    else:
+        weights = sources.read_weights(Path(source))
+        found = audit_weights(weights, rtol, stride=stride, dilation=dilation, groups=groups)
+    if json_:
+        typer.echo(audit_json(found, name))
+    else:
+        audit_table(found, name)
+    worst = found.upper if found.steps else max(r.bracket.upper for r in found.layers)
+    if fail_above is not None and not worst <= fail_above:
+        typer.echo(f"lipbound: {worst:.6g} is above {fail_above:g}", err=True)
+        raise typer.Exit(1)
+
+
+def _network(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | None, str]:
+    """The model to audit (``None`` for weights alone), its usual input shape, and a title."""
+    from lipbound import demo, sources
+
+    if source == "demo":
+        return demo.network(), demo.INPUT_SHAPE, "the embedded digits CNN"
+    known = sources.own_model(source)
+    if known is not None:
+        return known, _usual(source), f"{source}, random weights"
+    path = Path(source)
+    if path.suffix not in sources.SAFE | sources.PICKLED and not path.exists():
+        raise ValueError(
+            f"cannot audit {source!r}: it is no weights file and no model this package knows; "
+            f"try 'demo', a .safetensors or .pt file, resnet20, torchvision:NAME or timm:NAME"
+        )
+    if model is None:
+        sources.read_weights(path)
+        return None, None, path.name
+    network = sources.own_model(model)
+    network = sources.factory(model) if network is None else network
+    filled = sources.fill(network, sources.read_weights(path))
+    return filled, _usual(model), f"{model}, {path.name}"
+
+
+def _usual(name: str) -> tuple[int, ...] | None:
+    if ":" not in name:
+        return (3, 32, 32)
+    return (3, 224, 224) if name.startswith(("torchvision:", "timm:")) else None
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ValueError(f"--input {text!r} is no shape; write 3,32,32")
+    return shape

@@ -21,7 +21,7 @@ from lipbound.estimates import PowerIteration
 from lipbound.factors import Factor
 from lipbound.geometry import convolution
 from lipbound.kernels import plain
-from lipbound.survey import input_shapes
+from lipbound.sizes import input_shapes
 from lipbound.symbol import evaluate, grid, positions, radians, taps
 
 FIRST = 20  # iterations of the first call, from a random start

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.survey import Row
+from lipbound import __version__
+from lipbound.geometry import Convolution
+from lipbound.network import Audit
 
 Record = dict[str, Any]
 
@@ -67,29 +71,91 @@ RATIOS = {
 """Whose time is divided by which of ours."""
 
 
-def layer_table(rows: Iterable[Row], title: str, console: Console | None = None) -> None:
-    """Print one line per layer; plain text when the output is no terminal."""
+def audit_table(audit: Audit, title: str, console: Console | None = None) -> None:
+    """Print one line per layer, then the network; plain text when the output is no terminal."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(width=120, no_color=True)
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for heading in ("layer", "geometry", "input"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("σ1", justify="right", style="green")
+    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
+                  pad_edge=False)  # fmt: skip
+    table.add_column("layer")
+    table.add_column("geometry", no_wrap=True)
     for heading in ("lower", "upper", "LipBound"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        numbers = (row.exact, row.bracket.lower, row.bracket.upper, row.lipbound)
-        cells = ["" if value is None else f"{value:.4f}" for value in numbers]
-        size = "×".join(map(str, row.input_shape))
-        table.add_row(row.name, geometry(row.layer), size, *cells)
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in audit.layers:
+        numbers = (row.bracket.lower, row.bracket.upper, row.lipbound)
+        cells = ["" if value is None else f"{value:.5g}" for value in numbers]
+        table.add_row(escape(row.name), geometry(row.layer), *cells)
     console.print(table)
+    for line in summary(audit):
+        console.print(escape(line))
 
 
-def geometry(layer: nn.Module) -> str:
+def summary(audit: Audit) -> list[str]:
+    """The network in a few sentences."""
+    lines = []
+    if audit.steps and audit.upper < math.inf:
+        lines.append(f"network: at most {audit.upper:.4g}, certified (10^{log10(audit.upper):.2f})")
+    elif audit.steps:
+        lines.append(f"network: unbounded here, because {audit.reason}")
+        part = audit.bounded_part
+        if part is not None:
+            place = f" ({part.module})" if part.module else ""
+            lines.append(f"bounded up to {part.name}{place}: at most {part.lipschitz:.4g}")
+    else:
+        lines.append(f"network: not bounded, {audit.reason}")
+    if audit.lower > 0:
+        lines.append(f"at least {audit.lower:.4g}: the largest Jacobian norm found")
+    lines.append(
+        f"product of the layers alone: {audit.product:.4g} (10^{log10(audit.product):.2f})"
+    )
+    return lines
+
+
+def audit_json(audit: Audit, title: str) -> str:
+    """The audit as JSON; what is infinite is ``null``."""
+    record = {
+        "source": title,
+        "lipbound": __version__,
+        "input_shape": audit.input_shape,
+        "upper": _finite(audit.upper),
+        "lower": audit.lower,
+        "product": _finite(audit.product),
+        "reason": audit.reason,
+        "layers": [
+            {
+                "name": row.name,
+                "geometry": geometry(row.layer),
+                "lower": row.bracket.lower,
+                "upper": row.bracket.upper,
+                "frequency": row.bracket.frequency,
+                "lipbound": row.lipbound,
+            }
+            for row in audit.layers
+        ],
+        "steps": [
+            {**vars(step), "lipschitz": _finite(step.lipschitz), "gain": _finite(step.gain)}
+            for step in audit.steps
+        ],
+    }
+    return json.dumps(record, indent=1)
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def log10(number: float) -> float:
+    """For display; −∞ for 0."""
+    return math.log10(number) if number > 0 else -math.inf
+
+
+def geometry(layer: Any) -> str:
     """A layer in a few characters: ``16→32 3×3``, ``/2`` stride, ``·2`` dilation, ``g4`` groups."""
     if isinstance(layer, nn.Linear):
         return f"{layer.in_features}→{layer.out_features} linear"
+    if isinstance(layer, Convolution):
+        return _bare(layer)
     if not isinstance(layer, _ConvNd):
         return type(layer).__name__
     parts = [f"{layer.in_channels}→{layer.out_channels}", "×".join(map(str, layer.kernel_size))]
@@ -103,3 +169,8 @@ def geometry(layer: nn.Module) -> str:
     if layer.padding_mode != "zeros":
         parts.append(layer.padding_mode)
     return " ".join(parts)
+
+
+def _bare(conv: Convolution) -> str:
+    size = "×".join(map(str, conv.kernel.shape[2:]))
+    return f"{conv.in_channels}→{conv.out_channels} {size}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 import torch
 
 import lipbound
+import lipbound.robust.models
 from lipbound import cli, demo
-from lipbound.survey import survey
+from lipbound.sizes import input_shapes
 
 
 def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
@@ -60,6 +62,86 @@ def test_audit_prints_every_layer(monkeypatch, capsys):
             assert name in out
 
 
+class Boom:
+    """Unpickling this would leave a trace."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_hostile_and_broken_files(monkeypatch, capsys, tmp_path):
+    from safetensors.torch import save_file
+
+    trace = tmp_path / "executed"
+    files = {name: tmp_path / name for name in (
+        "evil.pt", "empty.pt", "empty.safetensors", "cut.safetensors", "nan.safetensors",
+        "text.pt", "none.safetensors", "notes.txt",
+    )}  # fmt: skip
+    torch.save({"weight": Boom(str(trace))}, files["evil.pt"])
+    for name in ("empty.pt", "empty.safetensors"):
+        files[name].touch()
+    save_file({"conv.weight": torch.randn(4, 3, 3, 3)}, files["cut.safetensors"])
+    files["cut.safetensors"].write_bytes(files["cut.safetensors"].read_bytes()[:60])
+    save_file({"conv.weight": torch.full((4, 3, 3, 3), torch.nan)}, files["nan.safetensors"])
+    files["text.pt"].write_text("hello")
+    files["notes.txt"].write_text("hello")
+    save_file({"bias": torch.zeros(3)}, files["none.safetensors"])
+    for path in [*files.values(), tmp_path / "missing.pt"]:
+        code, _, err = run(monkeypatch, capsys, "audit", str(path))
+        assert (code, err.count("\n")) == (2, 1), path.name
+        assert "Traceback" not in err
+    assert not trace.exists(), "nothing from a file is executed"
+    assert (
+        "conv.weight: the kernel"
+        in run(monkeypatch, capsys, "audit", str(files["nan.safetensors"]))[2]
+    )
+
+
+def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, tmp_path):
+    from safetensors.torch import save_file
+
+    model = lipbound.robust.models.ResNet(8)
+    path = tmp_path / "weights.safetensors"
+    save_file(model.state_dict(), path)
+    code, out, _ = run(monkeypatch, capsys, "audit", str(path), "--stride", "2")
+    assert code == 0
+    assert "layer3.0.conv2.weight" in out
+    assert "without the architecture there is no network" in out
+    (tmp_path / "mine.py").write_text(
+        "from lipbound.robust.models import ResNet\ndef build():\n    return ResNet(8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ["audit", str(path), "--model", "mine:build", "--input", "3,16,16"]
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--json")
+    record = json.loads(out)
+    assert code == 0
+    assert record["lower"] <= record["upper"] <= record["product"]
+    assert len(record["layers"]) == 15
+    code, _, err = run(monkeypatch, capsys, *arguments, "--fail-above", "1e-3")
+    assert (code, "is above 0.001" in err) == (1, True)
+    assert run(monkeypatch, capsys, *arguments, "--fail-above", "1e30")[0] == 0
+    for wrong, message in (
+        (["--model", "mine"], "is not package.module:factory"),
+        (["--model", "nowhere:build"], "No module named"),
+        (["--model", "resnet20"], "they lack"),
+        (["--model", "mine:build", "--input", "3,x"], "write 3,32,32"),
+    ):
+        code, _, err = run(monkeypatch, capsys, "audit", str(path), *wrong)
+        assert (code, message in err) == (2, True), err
+
+
+def test_odd_names_are_printed_as_they_are(monkeypatch, capsys, tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "odd.safetensors"
+    save_file({"<script>[red]x[/red]": torch.ones(1, 1, 3, 3)}, path)
+    code, out, _ = run(monkeypatch, capsys, "audit", str(path))
+    assert (code, "<script>[red]x[/red]" in out) == (0, True)
+
+
 def test_interruption_is_quiet(monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -75,9 +157,11 @@ def test_embedded_network_is_trained_and_its_rows_are_sound():
     images, labels = demo._digits()
     with torch.no_grad():
         assert (model(images).argmax(1) == labels).float().mean() > 0.98
-    for row in survey(model, demo.INPUT_SHAPE):
-        assert row.bracket.upper >= row.exact * (1 - 1e-12)
-        assert row.lipbound is None or row.lipbound >= row.exact
+    sizes = input_shapes(model, demo.INPUT_SHAPE)
+    for row in lipbound.audit(model, demo.INPUT_SHAPE).layers:
+        truth = lipbound.exact(row.layer, sizes[row.name]) if row.lipbound else row.bracket.lower
+        assert row.bracket.upper >= truth * (1 - 1e-12)
+        assert row.lipbound is None or row.lipbound >= truth
 
 
 def test_bench_measures_once_and_draws(monkeypatch, capsys, tmp_path):

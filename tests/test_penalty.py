@@ -458,3 +458,15 @@ def _one_of_two(rank: int, store: str) -> None:
 
 def test_distributed_data_parallel(tmp_path):
     torch.multiprocessing.spawn(_one_of_two, args=(str(tmp_path / "store"),), nprocs=2)
+
+
+def test_the_constant_pays_for_any_order_of_summation():
+    """1 + Σ 2^-25, summed from the left in float32, is 1: the worst order loses all the rest."""
+    count = 4096
+    layer = nn.Conv2d(count + 1, 1, 1)
+    weight = torch.full((1, count + 1, 1, 1), 2.0**-12.5)
+    weight[0, 0] = 1
+    layer.weight = nn.Parameter(weight)
+    (factor,) = factors(nn.Sequential(layer))
+    scale, tiny = factor.constant(factor.rows(layer.weight.detach()))
+    assert scale**2 * (1 + tiny) >= 1 + count * 2.0**-25

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipbound.survey import input_shapes
+from lipbound.sizes import input_shapes
 
 NAMES = (
     "alexnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",

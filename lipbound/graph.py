@@ -1,0 +1,194 @@
+"""A network as a graph of calls, captured by ``torch.export``: what depends on the input, what not.
+
+Everything that does not depend on the input (weights, buffers, and what is computed from them) is
+computed here; the rest is left to the rules.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+
+class NotCaptured(ValueError):
+    """The model cannot be captured as a graph."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An argument that depends on the network's input: the result of an earlier call."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation on values that depend on the input.
+
+    Attributes:
+        name: Of its result.
+        op: Overload packet, ``'aten.conv2d'``; ``'getitem'`` for one of several results.
+        args: Arguments in order; tensors that do not depend on the input are there in full, the
+            others are :class:`Reference`.
+        kwargs: Keyword arguments, likewise.
+        shape: Of the result; ``None`` if it is no single tensor.
+        module: Path of the module that made the call.
+        source: File and line.
+        schema: Of the operation.
+        overload: Which of its overloads.
+        floating: Whether the result is a floating-point tensor.
+    """
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, ...] | None
+    module: str
+    source: str
+    schema: Any = None
+    overload: str = "default"
+    floating: bool = True
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by the names of the operation's schema."""
+        if self.schema is None:
+            return {str(i): value for i, value in enumerate(self.args)}
+        values: dict[str, Any] = {}
+        for index, argument in enumerate(self.schema.arguments):
+            if index < len(self.args):
+                values[argument.name] = self.args[index]
+            elif argument.name in self.kwargs:
+                values[argument.name] = self.kwargs[argument.name]
+            else:
+                values[argument.name] = argument.default_value
+        return values
+
+    def references(self) -> list[str]:
+        """The earlier results it reads, in order."""
+        return [r.name for r in _flatten([*self.args, *self.kwargs.values()])]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured network.
+
+    Attributes:
+        inputs: Name → shape of each input.
+        calls: In order.
+        outputs: Names of the results that are outputs; constants and integers are left out.
+    """
+
+    inputs: dict[str, tuple[int, ...]]
+    calls: tuple[Call, ...]
+    outputs: tuple[str, ...]
+
+
+def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
+    """Capture ``model(*inputs)`` in eval mode.
+
+    Raises:
+        NotCaptured: With the reason; a model whose path depends on its input's values, say.
+    """
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, tuple(inputs), strict=False)
+            program = program.run_decompositions({})
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotCaptured(f"{type(model).__name__} cannot be captured: {first}") from error
+    signature = program.graph_signature
+    tensors: dict[str, Any] = {**program.state_dict, **program.constants}
+    stored = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    known: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    calls: list[Call] = []
+    integers: set[str] = set()  # indices of a maximum, say: no part of the map that is bounded
+    outputs: list[str] = []
+    with torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                if node.name in stored:
+                    known[node.name] = tensors[stored[node.name]].detach()
+                elif isinstance(node.meta.get("val"), Tensor):
+                    shapes[node.name] = tuple(node.meta["val"].shape)
+                else:
+                    known[node.name] = node.meta.get("val")
+            elif node.op == "output":
+                results = set(signature.user_outputs)
+                found = [r.name for r in _flatten(_resolve(node.args, known))]
+                outputs = [name for name in found if name in results and name not in integers]
+            elif node.op == "get_attr":
+                known[node.name] = getattr(program.graph_module, node.target)
+            else:
+                call = _call(node, known)
+                if call.references():
+                    calls.append(call)
+                    integers |= set() if call.floating else {call.name}
+                else:
+                    known[node.name] = node.target(*call.args, **call.kwargs)
+    if not outputs:
+        raise NotCaptured(f"{type(model).__name__} has no output that depends on its input")
+    return Graph(shapes, tuple(calls), tuple(outputs))
+
+
+def _call(node: fx.Node, known: dict[str, Any]) -> Call:
+    target = node.target
+    value = node.meta.get("val")
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [line for line in trace if line.startswith("File ") and "/torch/nn/" not in line]
+    packet = getattr(target, "overloadpacket", target)
+    op = "getitem" if target is operator.getitem else str(packet)
+    return Call(
+        name=node.name,
+        op=op,
+        args=_resolve(node.args, known),
+        kwargs=_resolve(node.kwargs, known),
+        shape=tuple(value.shape) if isinstance(value, Tensor) else None,
+        module=paths[-1].removeprefix("L['self'].") if paths else "",
+        source=_short(files[-1]) if files else "",
+        schema=getattr(target, "_schema", None),
+        floating=not isinstance(value, Tensor) or value.is_floating_point(),
+        overload=getattr(target, "_overloadname", "default") or "default",
+    )
+
+
+def _resolve(argument: Any, known: dict[str, Any]) -> Any:
+    """Nodes to their values, or to references where they depend on the input."""
+    if isinstance(argument, fx.Node):
+        return known[argument.name] if argument.name in known else Reference(argument.name)
+    if isinstance(argument, dict):
+        return {key: _resolve(value, known) for key, value in argument.items()}
+    if isinstance(argument, list | tuple):
+        return type(argument)(_resolve(value, known) for value in argument)
+    return argument
+
+
+def _flatten(argument: Any) -> list[Reference]:
+    if isinstance(argument, Reference):
+        return [argument]
+    if isinstance(argument, dict):
+        argument = list(argument.values())
+    if isinstance(argument, list | tuple):
+        return [r for value in argument for r in _flatten(value)]
+    return []
+
+
+def _short(line: str) -> str:
+    """``File "/a/b/net.py", line 9, in forward`` → ``net.py:9``."""
+    parts = line.split('"')
+    number = line.rsplit("line ", 1)[-1].split(",")[0]
+    return f"{parts[1].rsplit('/', 1)[-1]}:{number}" if len(parts) > 1 else line

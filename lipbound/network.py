@@ -1,0 +1,313 @@
+"""``audit(model)``: every layer's bracket, and a bound on the whole network over its real graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from lipbound.bounds import Bracket, bound, brackets
+from lipbound.geometry import Convolution, convolution
+from lipbound.graph import Call, Graph, NotCaptured, capture
+from lipbound.layers import lipschitz
+from lipbound.rules import Options, Value, follow
+from lipbound.rules.values import up
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer as it stands, alone.
+
+    Attributes:
+        name: As in ``model.named_modules()``.
+        layer: The module, or the weight tensor where there is no module.
+        bracket: Certified interval of its norm, for every input size.
+        lipbound: The paper's bound beside it; ``None`` for BatchNorm and Linear.
+    """
+
+    name: str
+    layer: Any
+    bracket: Bracket
+    lipbound: float | None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One operation of the graph: what the bound is after it.
+
+    Attributes:
+        name: Of its result.
+        op: The operation.
+        module: Path of the module it belongs to.
+        inputs: Names of what it reads.
+        shape: Of its result, without the batch axis.
+        lipschitz: Bound on the map from the network's input to its result.
+        gain: That over the largest of its inputs'.
+        reason: Why it is unbounded.
+    """
+
+    name: str
+    op: str
+    module: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    lipschitz: float
+    gain: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What is known of a network.
+
+    Attributes:
+        layers: Its layers, alone.
+        upper: A bound on its L2 Lipschitz constant, proved; ∞ with ``reason`` if there is none.
+        lower: The largest Jacobian norm that was found; 0 if none was looked for.
+        reason: Why ``upper`` is infinite, or why there is no graph.
+        steps: The graph, operation by operation; empty if it could not be captured.
+        product: The product of the layers' own bounds, BatchNorm apart, for comparison.
+        input_shape: Of one input.
+    """
+
+    layers: tuple[LayerReport, ...]
+    upper: float
+    lower: float
+    reason: str
+    steps: tuple[StepReport, ...]
+    product: float
+    input_shape: tuple[int, ...] | None
+
+    @property
+    def bounded_part(self) -> StepReport | None:
+        """The last operation before the first unbounded one."""
+        last = None
+        for step in self.steps:
+            if step.lipschitz == math.inf:
+                break
+            last = step
+        return last
+
+
+def audit(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    rtol: float = 1e-3,
+    *,
+    inputs: Tensor | None = None,
+    search: int = 4,
+    seed: int = 0,
+) -> Audit:
+    """Certify a network: every layer, and the whole by its graph.
+
+    The graph is what ``torch.export`` captures in eval mode; BatchNorm is folded into the
+    convolution before it, branches that are linear in the same value are added before they are
+    bounded. Operations without a global constant make the bound infinite, and are named.
+
+    Args:
+        model: The network; its mode is restored.
+        input_shape: Of one input, ``(channels, *spatial)``. Without it only the layers are read.
+        rtol: Relative width of the layers' brackets.
+        inputs: A batch at which to look for large Jacobian norms; random ones without it.
+        search: How many inputs to look at for the lower bound; 0 for none.
+        seed: Of the random inputs.
+
+    Returns:
+        The audit; ``upper`` holds for the real-arithmetic network in eval mode, for every input.
+
+    Example:
+        >>> found = audit(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), (1, 8, 8))
+        >>> found.lower <= found.upper <= found.layers[0].bracket.upper * 1.001
+        True
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        layers = tuple(layer_reports(model, rtol))
+        product = _product(layers)
+        if input_shape is None and inputs is None:
+            reason = "no input shape was given, so only the layers were read"
+            return Audit(layers, math.inf, 0.0, reason, (), product, None)
+        if inputs is None:
+            assert input_shape is not None
+            draw = torch.Generator().manual_seed(seed)
+            inputs = torch.randn(max(1, search), *input_shape, generator=draw)
+        like = next(model.parameters(), torch.zeros(()))
+        inputs = inputs.to(like.device, like.dtype)
+        shape = tuple(inputs.shape[1:])
+        try:
+            graph = capture(model, (inputs[:1],))
+        except NotCaptured as error:
+            return Audit(layers, math.inf, 0.0, f"layers only: {error}", (), product, shape)
+        upper, reason, steps = compose(graph, Options(rtol))
+        lower = jacobian_norm(model, inputs[:search]) if search else 0.0
+        return Audit(layers, upper, lower, reason, steps, product, shape)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@torch.no_grad()
+def audit_weights(weights: Mapping[str, Tensor], rtol: float = 1e-3, **geometry: int) -> Audit:
+    """Weights without an architecture: every tensor of three to five axes is read as a kernel.
+
+    Args:
+        weights: Tensors by name.
+        rtol: Relative width of the brackets.
+        geometry: ``stride``, ``dilation``, ``groups`` of all of them.
+
+    Raises:
+        ValueError: If there is no kernel among them, or one is not finite, by name.
+    """
+    kernels: dict[str, Convolution] = {}
+    for name, tensor in weights.items():
+        if 3 <= tensor.ndim <= 5 and tensor.is_floating_point():
+            try:
+                kernels[name] = convolution(tensor, **geometry)  # type: ignore[arg-type]
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{name}: {error}") from None
+    if not kernels:
+        raise ValueError(f"none of the {len(weights)} tensors is a kernel of three to five axes")
+    found = brackets(kernels, rtol)
+    layers = tuple(
+        LayerReport(name, conv, found[name], float(bound(conv, "lipbound")))
+        for name, conv in kernels.items()
+    )
+    reason = "weights alone: without the architecture there is no network to bound"
+    return Audit(layers, math.inf, 0.0, reason, (), _product(layers), None)
+
+
+@torch.no_grad()
+def layer_reports(model: nn.Module, rtol: float) -> Iterator[LayerReport]:
+    """Every convolution, Linear and BatchNorm of a model, each alone."""
+    found = brackets(model, rtol)
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.running_var is not None:
+            value = float(lipschitz(layer))
+            yield LayerReport(name, layer, Bracket(value, value, (), 0), None)
+        elif name in found:
+            paper = float(bound(layer, "lipbound")) if isinstance(layer, _ConvNd) else None
+            yield LayerReport(name, layer, found[name], paper)
+
+
+def compose(graph: Graph, options: Options) -> tuple[float, str, tuple[StepReport, ...]]:
+    """The network's bound, why it is infinite if it is, and every operation's.
+
+    Several inputs or outputs count as one vector.
+    """
+    values: dict[str, Any] = {
+        name: Value(shape, constant=1.0) for name, shape in graph.inputs.items()
+    }
+    for call in graph.calls:
+        values[call.name] = follow(call, values, options)
+    steps = _kept(graph, values)
+    _prepare([values[call.name] for call in steps], options)
+    reports = []
+    for call in steps:
+        value = values[call.name]
+        inputs = [_largest(values[name]) for name in call.references() if name in values]
+        base = max(inputs) if value.linear is None else value.linear.anchor.lipschitz
+        reports.append(
+            StepReport(
+                call.name, call.op, call.module, tuple(call.references()), value.shape[1:],
+                value.lipschitz, value.lipschitz / base if 0 < base < math.inf else math.nan,
+                value.why if value.lipschitz == math.inf else "",
+            )
+        )  # fmt: skip
+    outputs = [values[name] for name in graph.outputs]
+    total = up(math.hypot(*[v.lipschitz for v in outputs]))
+    reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
+    return total, reason, tuple(reports)
+
+
+def _kept(graph: Graph, values: dict[str, Any]) -> list[Call]:
+    """Calls with one result that an output depends on, without those taken into a later one.
+
+    A convolution before a BatchNorm is not bounded by itself: its readers are convolutions of
+    the same value.
+    """
+    needed = set(graph.outputs)
+    readers: dict[str, list[Any]] = {}
+    for call in reversed(graph.calls):
+        if call.name not in needed:
+            continue
+        for name in call.references():
+            needed.add(name)
+            readers.setdefault(name, []).append(values[call.name])
+
+    def taken(name: str) -> bool:
+        value = values[name]
+        if value.linear is None or name in graph.outputs:
+            return False
+        later = [v[0] if isinstance(v, list) else v for v in readers.get(name, [])]
+        return bool(later) and all(
+            v.linear is not None and v.linear.anchor is value.linear.anchor for v in later
+        )
+
+    single = [c for c in graph.calls if c.name in needed and isinstance(values[c.name], Value)]
+    return [call for call in single if not taken(call.name)]
+
+
+def _prepare(values: Sequence[Value], options: Options) -> None:
+    """Bracket all convolutions with zero padding in one go, equal shapes together."""
+    found = {id(v.linear): v.linear for v in values if v.linear is not None}
+    plain = {str(key): linear for key, linear in found.items() if not linear.sized}
+    results = brackets({key: linear.operator for key, linear in plain.items()}, options.rtol)
+    for key, linear in plain.items():
+        linear.bracket = results[key]
+
+
+def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: int = 0) -> float:
+    """The largest ‖Jv‖, ‖v‖ = 1, that power iteration finds at the given inputs.
+
+    A lower bound on the network's Lipschitz constant, up to the rounding of the network itself.
+    The inputs go through together: in eval mode they do not know of each other.
+    """
+    inputs = inputs.detach()
+    with torch.no_grad():
+        apart = any(t.ndim == 0 or len(t) != len(inputs) for t in _tensors(model(inputs)))
+    if apart and len(inputs) > 1:  # an output without a batch axis
+        return max(jacobian_norm(model, one[None], iterations, seed) for one in inputs)
+    draw = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(inputs.shape, generator=draw).to(inputs)
+
+    def run(x: Tensor) -> Tensor:
+        parts = [t for t in _tensors(model(x)) if t.is_floating_point()]
+        return torch.cat([t.reshape(len(x), -1) for t in parts], 1)
+
+    pull = torch.func.vjp(run, inputs)[1]
+    norms = torch.zeros(len(inputs))
+    for _ in range(iterations):
+        sizes = vectors.flatten(1).norm(dim=1).clamp_min(1e-30)
+        vectors = vectors / sizes.reshape(-1, *[1] * (inputs.ndim - 1))
+        images = torch.func.jvp(run, (inputs,), (vectors,))[1]
+        norms = images.norm(dim=1)
+        (vectors,) = pull(images)
+    return float(norms.detach().max())
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return [t for part in output for t in _tensors(part)]
+    return []
+
+
+def _largest(value: Any) -> float:
+    return max(v.lipschitz for v in value) if isinstance(value, list) else value.lipschitz
+
+
+def _product(layers: Sequence[LayerReport]) -> float:
+    product = 1.0
+    for report in layers:
+        product = up(product * report.bracket.upper)
+    return product

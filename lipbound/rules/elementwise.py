@@ -1,0 +1,201 @@
+"""Activations by their largest slope, arithmetic with constants, reductions, normalizations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipbound.rules.values import Step, Unbounded, Value, register_rule, root_sum, spread, up
+
+# Largest |slope| where it is one number.
+SLOPES = {
+    **dict.fromkeys(
+        [
+            "relu", "relu_", "relu6", "tanh", "hardtanh", "hardtanh_", "celu", "softsign",
+            "log_sigmoid_forward", "log_sigmoid", "abs", "neg", "clamp", "clamp_min", "clamp_max",
+            "sin", "cos", "atan", "erf_", "dropout", "native_dropout", "feature_dropout",
+            "alpha_dropout", "asinh", "logsumexp",
+        ],
+        1.0,
+    ),
+    "silu": 1.0998393201288669,
+    "silu_": 1.0998393201288669,
+    "mish": 1.0884981612517279,
+    "hardswish": 1.5,
+    "hardswish_": 1.5,
+    "hardsigmoid": 0.16666667163372043,  # torch's 1/6 is a float32
+    "selu": 1.7580993408473769,
+    "selu_": 1.7580993408473769,
+    "sigmoid": 0.25,
+    "erf": 2 / math.sqrt(math.pi),
+    "softmax": 0.5,
+    "_softmax": 0.5,
+}  # fmt: skip
+GELU = {"none": 1.1289041451851548, "tanh": 1.1289930686587718}
+
+
+def _slope(name: str, slope: float) -> None:
+    register_rule(f"aten.{name}")(lambda step: slope if slope == 1 else up(slope))
+
+
+for _name, _value in SLOPES.items():
+    _slope(_name, _value)
+
+
+@register_rule("aten.gelu")
+def _gelu(step: Step) -> float:
+    return up(GELU[step["approximate"]])
+
+
+@register_rule("aten.leaky_relu", "aten.leaky_relu_")
+def _leaky(step: Step) -> float:
+    return max(1.0, abs(step["negative_slope"]))
+
+
+@register_rule("aten.prelu", "aten._prelu_kernel")
+def _prelu(step: Step) -> float:
+    weight = step["weight"]
+    if not isinstance(weight, Tensor):
+        raise Unbounded("a slope that depends on the input")
+    return max(1.0, float(weight.abs().max()))
+
+
+@register_rule("aten.rrelu")
+def _rrelu(step: Step) -> float:
+    if step["training"]:
+        raise Unbounded("RReLU in training mode is random")
+    return max(1.0, abs((step["lower"] + step["upper"]) / 2))
+
+
+@register_rule("aten.elu", "aten.elu_")
+def _elu(step: Step) -> float:
+    scale = abs(step["scale"])
+    return up(max(scale, up(scale * abs(step["alpha"] * step["input_scale"]))))
+
+
+@register_rule("aten.softplus")
+def _softplus(step: Step) -> float:
+    # torch switches to the identity at beta·x > threshold: a jump of log(1 + e^-threshold)/beta.
+    if math.log1p(math.exp(-step["threshold"])) / step["beta"] > 1e-6:
+        raise Unbounded(f"softplus jumps at its threshold {step['threshold']}")
+    return 1.0
+
+
+@register_rule("aten.hardshrink", "aten.threshold", "aten.round", "aten.sign", "aten.floor")
+def _jumps(step: Step) -> float:
+    raise Unbounded("it is discontinuous")
+
+
+@register_rule("aten.log_softmax", "aten._log_softmax")
+def _log_softmax(step: Step) -> float:
+    return up(math.sqrt(step.shape[step["dim"]]))
+
+
+@register_rule("aten.add", "aten.sub", "aten.add_", "aten.sub_", "aten.rsub")
+def add(step: Step) -> Value:
+    """α scales the second (of rsub the first); both may be spread by broadcasting."""
+    from lipbound.rules.linear import sum_of_linears
+
+    alpha = abs(float(step.arguments.get("alpha") or 1))
+    sign = -1.0 if "sub" in step.call.op else 1.0
+    terms = [(step["self"], 1.0), (step["other"], sign * alpha)]
+    if step.call.op == "aten.rsub":
+        terms = [(step["self"], -alpha), (step["other"], 1.0)]
+    present = [(t, a) for t, a in terms if isinstance(t, Value)]
+    total = 0.0
+    for term, factor in present:
+        total = up(total + up(abs(factor) * up(term.lipschitz * spread(term, step.shape))))
+    result = Value(step.shape, total, reason=next((t.why for t, _ in present if t.why), ""))
+    if len(present) == 2 and total < math.inf:
+        merged = sum_of_linears(*present[0], *present[1], step)
+        if merged is not None and merged.lipschitz < result.lipschitz:
+            return merged
+    return result
+
+
+def _is_one_plus_abs(value: Value, of: Any) -> bool:
+    """Whether a value was computed as 1 + |x| of that very x."""
+    if value.origin is None or value.origin.call.op != "aten.add":
+        return False
+    inner = value.origin["self"]
+    return (
+        value.origin["other"] == 1
+        and isinstance(inner, Value)
+        and inner.origin is not None
+        and inner.origin.call.op == "aten.abs"
+        and inner.origin["self"] is of
+    )
+
+
+@register_rule("aten.mul", "aten.mul_", "aten.div", "aten.div_")
+def _multiply(step: Step) -> Value:
+    one, other = step["self"], step["other"]
+    divided = "div" in step.call.op
+    if divided and isinstance(other, Value) and _is_one_plus_abs(other, one):
+        return one.times(1.0, step.shape)  # softsign
+    if not divided and isinstance(one, Value) and isinstance(other, Value):
+        raise Unbounded("a product of two activations has no global Lipschitz constant")
+    if divided and isinstance(other, Value):
+        raise Unbounded("division by an activation has no global Lipschitz constant")
+    if divided and step.arguments.get("rounding_mode"):
+        raise Unbounded("it is discontinuous")
+    value, factor = (one, other) if isinstance(one, Value) else (other, one)
+    sizes = torch.as_tensor(factor).double().abs()
+    gain = float((1 / sizes if divided else sizes).max())
+    return value.times(up(gain * spread(value, step.shape)), step.shape)
+
+
+@register_rule("aten.maximum", "aten.minimum")
+def _extremum(step: Step) -> Value:
+    found = step.inputs()
+    sizes = [up(v.lipschitz * spread(v, step.shape)) for v in found]
+    return Value(step.shape, root_sum(sizes), reason=next((v.why for v in found if v.why), ""))
+
+
+@register_rule("aten.where")
+def _where(step: Step) -> Value:
+    if isinstance(step["condition"], Value):
+        raise Unbounded("a choice that depends on the input is discontinuous")
+    return _extremum(step)
+
+
+@register_rule("aten.mean", "aten.sum", "aten.amax", "aten.amin", "aten.linalg_vector_norm")
+def _reduce(step: Step) -> Value:
+    value = step.only()
+    count = math.prod(value.shape) / max(1, math.prod(step.shape))
+    if step.call.op == "aten.linalg_vector_norm" and step["ord"] != 2:
+        raise Unbounded(f"a norm of order {step['ord']} has no rule")
+    gains = {"aten.mean": 1 / math.sqrt(count), "aten.sum": math.sqrt(count)}
+    return value.times(up(gains.get(step.call.op, 1.0)), step.shape)
+
+
+def _normalized(step: Step, count: int, weight: Any, eps: float, groups: int = 1) -> float:
+    """‖diag(γ)P‖/√ε ≤ max|γ|/√ε: x ↦ Px/√(var + ε) has its steepest point at var = 0."""
+    gamma = 1.0 if weight is None else float(weight.abs().max())
+    return 0.0 if count == 1 else up(gamma / math.sqrt(eps) * (1 + 1e-12))
+
+
+@register_rule("aten.layer_norm", "aten.native_layer_norm")
+def _layer_norm(step: Step) -> float:
+    return _normalized(step, math.prod(step["normalized_shape"]), step["weight"], step["eps"])
+
+
+@register_rule("aten.group_norm")
+def _group_norm(step: Step) -> float:
+    count = math.prod(step.shape[1:]) // step["num_groups"]
+    return _normalized(step, count, step["weight"], step["eps"])
+
+
+@register_rule("aten.instance_norm")
+def _instance_norm(step: Step) -> float:
+    if not step["use_input_stats"]:
+        raise Unbounded("InstanceNorm with running statistics has no rule")
+    return _normalized(step, math.prod(step.shape[2:]), step["weight"], step["eps"])
+
+
+@register_rule("aten.scaled_dot_product_attention", "aten.bmm", "aten.baddbmm")
+def _attention(step: Step) -> float:
+    raise Unbounded("attention multiplies activations and has no global Lipschitz constant")

@@ -1,0 +1,178 @@
+"""Convolutions, matrices and BatchNorm, kept together as long as they are linear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lipbound.bounds.rounding import UNIT
+from lipbound.geometry import Convolution, convolution
+from lipbound.rules.values import Linear, Step, Unbounded, Value, register_rule, up
+
+
+@register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
+def _conv(step: Step) -> Value:
+    return _linear(step, step["input"], step["weight"], transposed=False)
+
+
+@register_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+def _conv_transpose(step: Step) -> Value:
+    return _linear(step, step["input"], step["weight"], transposed=True)
+
+
+@register_rule("aten.convolution")
+def _convolution(step: Step) -> Value:
+    return _linear(step, step["input"], step["weight"], transposed=step["transposed"])
+
+
+def _linear(step: Step, value: Any, weight: Any, transposed: bool) -> Value:
+    if not isinstance(value, Value) or not isinstance(weight, Tensor):
+        raise Unbounded("a convolution whose kernel depends on the input")
+    dims = weight.ndim - 2
+    padding = step["padding"]
+    options: dict[str, Any] = {
+        "stride": _axes(step["stride"], dims),
+        "dilation": _axes(step["dilation"], dims),
+        "groups": step["groups"],
+        "padding": padding if isinstance(padding, str) else _axes(padding, dims),
+        "transposed": transposed,
+    }
+    if transposed:
+        options["output_padding"] = _axes(step["output_padding"], dims)
+    conv = convolution(weight.double(), **options)
+    anchor = value
+    if value.padding is not None and not transposed and all(p == (0, 0) for p in conv.padding):
+        # The padding that nn.Conv2d(padding_mode='circular') does by itself.
+        source, mode, pairs = value.padding
+        if len(pairs) == dims:
+            anchor = source
+            conv = replace(conv, padding=pairs, padding_mode=mode)
+    sized = replace(conv, input_size=tuple(anchor.shape[-dims:]))
+    return Value(step.shape, linear=Linear(anchor, sized, step.options))
+
+
+@register_rule("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
+def _matrix(step: Step) -> Value:
+    names = {"aten.linear": ("input", "weight"), "aten.addmm": ("mat1", "mat2"),
+             "aten.mm": ("self", "mat2"), "aten.matmul": ("self", "other")}  # fmt: skip
+    left, right = (step[name] for name in names[step.call.op])
+    if isinstance(left, Value) and isinstance(right, Value):
+        raise Unbounded("a product of two activations has no global Lipschitz constant")
+    value, matrix = (left, right) if isinstance(left, Value) else (right, left)
+    if step.call.op == "aten.addmm" and isinstance(step["self"], Value):
+        raise Unbounded("addmm of two activations has no rule")
+    if matrix.ndim == 1:
+        return value.times(up(float(matrix.double().norm()) * (1 + 1e-12)), step.shape)
+    if matrix.ndim != 2:
+        raise Unbounded(f"a product with a batch of matrices, {tuple(matrix.shape)}, has no rule")
+    rows = (
+        matrix.double() if step.call.op == "aten.linear" or value is right else matrix.double().mT
+    )
+    conv = replace(convolution(rows.contiguous()), input_size=())
+    return Value(step.shape, linear=Linear(value, conv, step.options))
+
+
+@register_rule("aten._native_batch_norm_legit_no_training", "aten.batch_norm",
+               "aten.cudnn_batch_norm", "aten.native_batch_norm")  # fmt: skip
+def _batch_norm(step: Step) -> Any:
+    value = step["input"]
+    mean, variance = step["running_mean"], step["running_var"]
+    if step.arguments.get("training") or not isinstance(variance, Tensor):
+        raise Unbounded("BatchNorm without running statistics mixes the batch; use .eval()")
+    del mean
+    weight = step["weight"]
+    deviation = (variance.double() + step["eps"]).sqrt()
+    gains = (1 if weight is None else weight.double()) / deviation
+    result = _scaled(value, gains, step) if value.linear is not None else None
+    if result is None:
+        result = value.times(up(float(gains.abs().max()) * (1 + 1e-15)), step.call.shape)
+    return result if step.call.op.endswith("batch_norm") and step.call.shape else [result] * 3
+
+
+def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
+    """A convolution with its output channels multiplied: still one."""
+    assert value.linear is not None
+    conv = value.linear.conv
+    if conv.out_channels != len(gains) or (conv.dims == 0 and len(value.shape) != 2):
+        return None
+    tail = [1] * conv.dims
+    if conv.transposed:  # the weight is (inputs, outputs / groups, ...)
+        shares = gains.reshape(conv.groups, 1, -1)
+        inputs = conv.kernel.shape[0] // conv.groups
+        factor = shares.expand(conv.groups, inputs, -1).reshape(conv.kernel.shape[0], -1, *tail)
+    else:
+        factor = gains.reshape(-1, 1, *tail)
+    scaled = replace(conv, kernel=conv.kernel * factor)
+    return Value(value.shape, linear=Linear(value.linear.anchor, scaled, step.options))
+
+
+def sum_of_linears(
+    one: Value, first: float, other: Value, second: float, step: Step
+) -> Value | None:
+    """Two convolutions of the same value, added: one convolution. ``None`` if they are not that.
+
+    The value itself counts as one, with a kernel of one tap: x + W x is bounded by the symbol of
+    I + W, which can be far below 1 + ‖W‖.
+    """
+    for a, b in ((one, other), (other, one)):
+        anchor = a.linear.anchor if a.linear is not None else None
+        if anchor is None:
+            continue
+        if b is anchor or (b.linear is not None and b.linear.anchor is anchor):
+            mine, yours = _dense(one, first, anchor), _dense(other, second, anchor)
+            if mine is None or yours is None or one.shape != other.shape:
+                return None
+            kernel = _aligned(mine, yours)
+            dims = kernel.ndim - 2
+            pads = [(s - 1) // 2 for s in kernel.shape[2:]]
+            conv = convolution(kernel, padding=pads if dims else "same")
+            sized = replace(conv, input_size=tuple(anchor.shape[-dims:]) if dims else ())
+            size = float(mine.norm() + yours.norm())
+            slack = 4 * UNIT * math.sqrt(kernel[0, 0].numel()) * size
+            return Value(step.shape, linear=Linear(anchor, sized, step.options, slack))
+    return None
+
+
+def _dense(value: Value, factor: float, anchor: Value) -> Tensor | None:
+    """Its kernel relative to the anchor, centred and of odd size; ``None`` if it has a stride."""
+    if value is anchor:
+        dims = len(value.shape) - 2
+        eye = torch.eye(value.shape[1], dtype=torch.float64)
+        return factor * eye.reshape(*eye.shape, *[1] * dims)
+    assert value.linear is not None
+    conv: Convolution = value.linear.conv
+    simple = conv.padding_mode == "zeros" and not conv.transposed and conv.groups == 1
+    if not simple or any(n != 1 for n in (*conv.stride, *conv.dilation)):
+        return None
+    if tuple(value.shape[2:]) != tuple(anchor.shape[2:]):
+        return None
+    kernel = factor * conv.kernel
+    amounts: list[int] = []
+    for size, (before, _) in zip(conv.kernel.shape[2:], conv.padding, strict=True):
+        # Tap h sits at h − before: reach from −before to size − 1 − before, made symmetric.
+        reach = max(before, size - 1 - before)
+        amounts = [reach - before, reach - (size - 1 - before), *amounts]
+    return functional.pad(kernel, amounts)
+
+
+def _aligned(one: Tensor, other: Tensor) -> Tensor:
+    """Add two centred kernels of odd sizes."""
+    sizes = [max(a, b) for a, b in zip(one.shape[2:], other.shape[2:], strict=True)]
+    padded = []
+    for kernel in (one, other):
+        amounts: list[int] = []
+        for size, have in zip(sizes, kernel.shape[2:], strict=True):
+            amounts = [(size - have) // 2, (size - have) // 2, *amounts]
+        padded.append(functional.pad(kernel, amounts))
+    return padded[0] + padded[1]
+
+
+def _axes(value: Any, dims: int) -> list[int]:
+    values: Sequence[int] = [value] if isinstance(value, int) else list(value)
+    return list(values) * dims if len(values) == 1 and dims > 1 else list(values)

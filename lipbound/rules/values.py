@@ -1,0 +1,235 @@
+"""What is known of a value inside a network, and the table of rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from lipbound.bounds import Bracket, bracket
+from lipbound.geometry import Convolution
+from lipbound.graph import Call, Reference
+
+
+@dataclass(frozen=True)
+class Options:
+    """How hard to work: the relative width of the layers' brackets."""
+
+    rtol: float = 1e-3
+
+
+@dataclass(eq=False)
+class Linear:
+    """A value that is a convolution (or matrix) of an earlier one, plus a constant.
+
+    Kept unevaluated, so that a BatchNorm can be folded in and parallel branches be added first.
+
+    Attributes:
+        anchor: What it is a convolution of.
+        conv: The operator, with its input size; D = 0 for a matrix.
+        options: How hard to work.
+        slack: Bounds the norm of what rounding did to the kernel.
+    """
+
+    anchor: Value
+    conv: Convolution
+    options: Options
+    slack: float = 0.0
+
+    @property
+    def sized(self) -> bool:
+        """Whether its norm is bounded at its input size rather than for every size."""
+        return self.conv.padding_mode != "zeros"
+
+    @property
+    def operator(self) -> Convolution:
+        """What is bounded."""
+        return self.conv if self.sized else replace(self.conv, input_size=None)
+
+    @cached_property
+    def bracket(self) -> Bracket:
+        """Certified interval of its norm."""
+        return bracket(self.operator, self.options.rtol)
+
+    @property
+    def norm(self) -> float:
+        """A certified bound on its norm at this input size.
+
+        The factor pays for one rounding of every entry (a BatchNorm folded in), ``slack`` for
+        those of a sum.
+        """
+        return up(self.bracket.upper * (1 + 2.0**-40) + self.slack)
+
+
+@dataclass(eq=False)
+class Value:
+    """A value that depends on the network's input.
+
+    Attributes:
+        shape: With the batch axis, which has one entry.
+        constant: A Lipschitz constant of the map from the inputs to it, in the L2 norm; ``None``
+            if ``linear`` says it better.
+        linear: The value as a convolution of an earlier one.
+        reason: Why the constant is infinite.
+        padding: If it is only a padded earlier value: that value, the mode, the amounts.
+        origin: The step that made it.
+    """
+
+    shape: tuple[int, ...]
+    constant: float | None = None
+    linear: Linear | None = None
+    reason: str = ""
+    padding: tuple[Value, str, tuple[tuple[int, int], ...]] | None = field(default=None, repr=False)
+    origin: Step | None = field(default=None, repr=False)
+
+    @cached_property
+    def lipschitz(self) -> float:
+        if self.linear is not None:
+            return up(self.linear.anchor.lipschitz * self.linear.norm)
+        assert self.constant is not None
+        return self.constant
+
+    @property
+    def why(self) -> str:
+        """Why it is unbounded, if it is."""
+        return self.reason or (self.linear.anchor.why if self.linear else "")
+
+    def times(self, gain: float, shape: Sequence[int] | None = None) -> Value:
+        """The value after an operation that is ``gain``-Lipschitz."""
+        exact = gain in (0, 1)
+        product = gain * self.lipschitz if gain else 0.0
+        return Value(tuple(shape or self.shape), product if exact else up(product), reason=self.why)
+
+
+@dataclass
+class Step:
+    """One call, with what is known of its arguments.
+
+    Attributes:
+        call: The call.
+        arguments: By name; values that depend on the input are :class:`Value`, tensors constants.
+        options: How hard to work.
+    """
+
+    call: Call
+    arguments: dict[str, Any]
+    options: Options
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        assert self.call.shape is not None
+        return self.call.shape
+
+    def inputs(self) -> list[Value]:
+        """The arguments that depend on the input, in order."""
+        return _values(list(self.arguments.values()))
+
+    def only(self) -> Value:
+        """The one argument that depends on the input."""
+        found = self.inputs()
+        if len(found) != 1:
+            raise Unbounded("a product or choice of activations has no global Lipschitz constant")
+        return found[0]
+
+
+class Unbounded(Exception):
+    """An operation has no Lipschitz constant, or none is known; the message says why."""
+
+
+Rule = Callable[[Step], Any]
+RULES: dict[str, Rule] = {}
+"""Operation → rule: from a :class:`Step` to a :class:`Value`, several, or the gain as a number."""
+
+
+def register_rule(*ops: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operations by name, ``'aten.relu'`` or ``'mylib.myop'``.
+
+    The rule gets a :class:`Step` and returns the operation's L2 Lipschitz constant (in its one
+    argument that depends on the input), or a :class:`Value`. It may raise :class:`Unbounded`.
+
+    Example:
+        >>> @register_rule("mylib.halve")
+        ... def halve(step):
+        ...     return 0.5
+        >>> _ = RULES.pop("mylib.halve")
+    """
+
+    def add(rule: Rule) -> Rule:
+        for op in ops:
+            RULES[op] = rule
+        return rule
+
+    return add
+
+
+def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
+    """What is known of a call's result: a :class:`Value`, or a list for several results."""
+    arguments = {name: _known(value, values) for name, value in call.arguments().items()}
+    step = Step(call, arguments, options)
+    if call.op == "getitem":
+        part: Value = arguments["0"][arguments["1"]]
+        # A part of a split: its own shape decides what broadcasting does to it.
+        return part if part.shape == call.shape else part.times(1.0, call.shape)
+    shape = call.shape or ()
+    try:
+        if call.op not in RULES:
+            raise Unbounded(
+                f"no rule for {call.op}; add one with @lipbound.register_rule({call.op!r})"
+            )
+        result = RULES[call.op](step)
+        if isinstance(result, int | float):
+            result = step.only().times(float(result), shape)
+    except Unbounded as error:
+        earlier = [v.why for v in step.inputs() if v.lipschitz == math.inf and v.why]
+        place = ", ".join(part for part in (call.module, call.source) if part)
+        reason = earlier[0] if earlier else f"{error} ({call.op}{' in ' if place else ''}{place})"
+        result = Value(shape, math.inf, reason=reason)
+        if call.shape is None:
+            result = [result] * 8  # of an operation with several results
+    if isinstance(result, Value):
+        result.origin = step
+    return result
+
+
+def up(number: float) -> float:
+    """The next number above: a product or sum of non-negative numbers never falls short."""
+    return math.nextafter(number, math.inf)
+
+
+def root_sum(numbers: Sequence[float]) -> float:
+    """√Σx², from above."""
+    return up(up(math.hypot(*numbers)))
+
+
+def _known(argument: Any, values: dict[str, Any]) -> Any:
+    if isinstance(argument, Reference):
+        return values[argument.name]
+    if isinstance(argument, list | tuple):
+        return [_known(value, values) for value in argument]
+    return argument
+
+
+def _values(argument: Any) -> list[Value]:
+    if isinstance(argument, Value):
+        return [argument]
+    if isinstance(argument, list | tuple):
+        return [v for part in argument for v in _values(part)]
+    return []
+
+
+def spread(value: Value, shape: Sequence[int]) -> float:
+    """√(copies) that broadcasting to ``shape`` makes of every entry."""
+    copies = math.prod(shape) / max(1, math.prod(value.shape))
+    return up(math.sqrt(copies)) if copies > 1 else 1.0
+
+
+def constant_tensor(argument: Any) -> Tensor | None:
+    """The argument if it is a tensor that does not depend on the input."""
+    return argument if isinstance(argument, Tensor) else None

@@ -1,0 +1,132 @@
+"""From what a user names on the command line to a model, or to weights alone.
+
+Files are read, never executed: safetensors, or PyTorch files with ``weights_only``. Only
+``--model package.module:factory`` runs code, the user's own, named by the user.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAFE = {".safetensors"}
+PICKLED = {".pt", ".pth", ".bin", ".ckpt"}
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name; nested state dicts (``state_dict``, ``model``) are opened.
+
+    Raises:
+        ValueError: Saying what is wrong with the file.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{str(path)!r} is empty")
+    if path.suffix in SAFE:
+        content: Any = _safetensors(path)
+    elif path.suffix in PICKLED:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else "unreadable"
+            raise ValueError(
+                f"{str(path)!r} holds more than weights, or is damaged ({first[:120]}); nothing of "
+                f"it was run. Save model.state_dict(), as safetensors if you can"
+            ) from None
+    else:
+        known = ", ".join(sorted(SAFE | PICKLED))
+        raise ValueError(f"cannot read {str(path)!r}; weights come as {known}")
+    tensors = _tensors(content)
+    if not tensors:
+        raise ValueError(f"{str(path)!r} holds no tensors")
+    return tensors
+
+
+def own_model(name: str) -> nn.Module | None:
+    """One of this package's networks, or of torchvision's or timm's; ``None`` if it is no name."""
+    from lipbound.robust.models import MODELS
+
+    if name in MODELS:
+        return MODELS[name]()
+    library, _, kind = name.partition(":")
+    if library not in ("torchvision", "timm") or not kind:
+        return None
+    try:
+        package = importlib.import_module(
+            "torchvision.models" if library == "torchvision" else library
+        )
+    except Exception as error:
+        raise ValueError(f"{library} does not import here ({error}); install it first") from None
+    try:
+        if library == "timm":
+            return package.create_model(kind, pretrained=False)
+        return package.get_model(kind, weights=None)
+    except Exception as error:
+        raise ValueError(f"{library} has no model {kind!r}: {error}") from None
+
+
+def factory(path: str) -> nn.Module:
+    """``package.module:factory`` called without arguments; the current folder is importable."""
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"--model {path!r} is not package.module:factory")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        model = getattr(importlib.import_module(module), name)()
+    except Exception as error:
+        raise ValueError(f"--model {path!r}: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"--model {path!r} gave a {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Load the weights; all of them must fit."""
+    stripped = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    try:
+        missing, unexpected = model.load_state_dict(stripped, strict=False)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise ValueError(
+            f"the weights do not fit {type(model).__name__}: {lines[1].strip()}"
+        ) from None
+    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
+    for kind, names in (("lack", missing), ("have, and the model lacks,", unexpected)):
+        if names:
+            shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+            raise ValueError(
+                f"the weights do not fit {type(model).__name__}: they {kind} {len(names)} "
+                f"tensor(s): {shown}"
+            )
+    return model
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ValueError("reading safetensors needs: pip install safetensors") from None
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise ValueError(f"{str(path)!r} is no complete safetensors file: {error}") from None
+
+
+def _tensors(content: Any) -> dict[str, Tensor]:
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if isinstance(content, Tensor):
+        return {"weight": content}
+    if not isinstance(content, Mapping):
+        return {}
+    return {str(name): t for name, t in content.items() if isinstance(t, Tensor)}

@@ -1,0 +1,162 @@
+"""The network's bound is never below a Jacobian norm; every rule is searched for violations."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from zoo import NETWORKS, OPERATIONS, UNBOUNDED, Run, conv
+
+import lipbound
+from lipbound import audit, register_rule
+from lipbound.network import jacobian_norm
+from lipbound.robust.models import ResNet
+from lipbound.rules import RULES
+
+
+def fitted(model: nn.Module) -> nn.Module:
+    """Float64, with BatchNorms and slopes that are not the identity."""
+    torch.manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.running_var.uniform_(0.2, 2)
+            nn.init.normal_(module.weight)
+        if isinstance(module, nn.PReLU):
+            nn.init.normal_(module.weight, 0, 2)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_never_below_a_jacobian_norm(name):
+    build, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    model = fitted(build())
+    found = audit(model, shape, search=0)
+    assert found.upper < math.inf, found.reason
+    inputs = torch.cat([s * torch.randn(6, *shape).double() for s in (0.01, 1, 10)])
+    lower = jacobian_norm(model, inputs, iterations=20)
+    assert lower <= found.upper * (1 + 1e-12)
+    assert lower > 0
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_refusals_name_the_reason_and_what_is_still_bounded(name):
+    build, shape, reason = UNBOUNDED[name]
+    found = audit(build(), shape, search=0)
+    assert found.upper == math.inf
+    assert reason in found.reason
+    assert found.bounded_part is not None
+    assert found.bounded_part.lipschitz < math.inf
+
+
+LOOSE = ("broadcast add", "alpha", "roll", "minimum", "chunks added")  # sums of dependent terms
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_operation_exceeds_its_rule(name):
+    model, shape = OPERATIONS[name]
+    model = fitted(model)
+    upper = audit(model, shape, search=0).upper
+    assert upper < math.inf
+    torch.manual_seed(2)
+    points = torch.cat([s * torch.randn(40, *shape).double() for s in (1e-4, 0.1, 1, 4)])
+    best = jacobian_norm(model, points, iterations=30)
+    for scale in (1e-3, 0.3, 3):
+        moved = points + scale * torch.randn_like(points)
+        with torch.no_grad():
+            change = [
+                b - a for a, b in zip(_outputs(model, points), _outputs(model, moved), strict=True)
+            ]
+        steps = torch.cat([c.reshape(len(points), -1) for c in change], 1).norm(dim=1)
+        best = max(best, float((steps / (moved - points).flatten(1).norm(dim=1)).max()))
+    assert best <= upper * (1 + 1e-9)
+    if "norm" not in name and name not in (
+        "broadcast add",
+        "alpha",
+        "roll",
+        "minimum",
+        "chunks added",
+    ):
+        assert upper <= 1.3 * best, "the rule should be nearly attained"
+
+
+def _outputs(model, x):
+    out = model(x)
+    return [t for t in (out if isinstance(out, tuple) else (out,)) if t.is_floating_point()]
+
+
+def test_linear_residuals_are_bounded_by_their_own_symbol():
+    model = Run(lambda m, x: x + m.conv(x), conv=conv(3, 3, bias=False))
+    kernel = torch.zeros(3, 3, 3, 3)
+    kernel[range(3), range(3), 1, 1] = -0.9
+    model.conv.weight = nn.Parameter(kernel)
+    assert audit(model, (3, 8, 8), search=0).upper == pytest.approx(0.1, rel=2e-3)
+    shifted = Run(lambda m, x: m.a(x) - m.b(x), a=conv(3, 4), b=conv(3, 4, 5))
+    with torch.no_grad():
+        shifted.b.weight.zero_()
+        shifted.b.weight[:, :, 1:4, 1:4] = shifted.a.weight
+    assert audit(shifted, (3, 8, 8), search=0).upper < 1e-10
+
+
+def test_batch_norm_is_folded_and_strides_are_split():
+    torch.manual_seed(0)
+    model = fitted(nn.Sequential(conv(4, 6, stride=2, bias=False), nn.BatchNorm2d(6)))
+    gains = model[1].weight / (model[1].running_var + model[1].eps).sqrt()
+    kernel = (model[0].weight * gains.reshape(-1, 1, 1, 1)).detach()
+    truth = lipbound.bracket(kernel, stride=2)
+    found = audit(model, (4, 8, 8), search=0)
+    assert truth.lower <= found.upper <= truth.upper * (1 + 1e-3)
+    assert found.upper < found.product
+
+
+def test_rules_of_ones_own():
+    model = Run(lambda m, x: torch.cumsum(m.conv(x), 1), conv=conv(3, 2))
+    found = audit(model, (3, 4, 4), search=0)
+    assert "no rule for aten.cumsum" in found.reason
+    assert "register_rule('aten.cumsum')" in found.reason
+
+    @register_rule("aten.cumsum")
+    def cumsum(step):
+        return float(torch.linalg.matrix_norm(torch.ones(2, 2).tril(), 2)) * 1.000001
+
+    try:
+        assert audit(model, (3, 4, 4), search=0).upper < math.inf
+    finally:
+        del RULES["aten.cumsum"]
+
+
+def test_models_that_cannot_be_captured_are_audited_by_layer():
+    model = Run(lambda m, x: m.conv(x) if x.sum() > 0 else x, conv=conv(3, 3))
+    model.train()
+    found = audit(model, (3, 4, 4))
+    assert found.upper == math.inf
+    assert found.reason.startswith("layers only: Run cannot be captured")
+    assert [r.name for r in found.layers] == ["conv"]
+    assert model.training
+
+
+def test_audit_restores_modes_and_refuses_nan():
+    model = nn.Sequential(conv(3, 3), nn.BatchNorm2d(3)).train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    audit(model, (3, 4, 4))
+    assert model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with torch.no_grad():
+        model[0].weight[0, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="NaN"):
+        audit(model, (3, 4, 4))
+
+
+@pytest.mark.parametrize("depth", [20, 32, 44, 56])
+def test_trained_resnets(depth, shared: Path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="reads the weights")
+    model = ResNet(depth)
+    weights = safetensors.load_file(shared / f"data/weights/cifar10_resnet{depth}.safetensors")
+    model.load_state_dict(weights)
+    found = audit(model, (3, 32, 32), search=2)
+    assert found.lower <= found.upper < math.inf
+    assert found.product >= 100 * found.upper
+    assert len(found.layers) == 2 * depth - 1
