@@ -1,4 +1,4 @@
-# Two commands: `make run` (set up, audit the embedded network) and `make test` (set up, all tests).
+# Two commands: `make run` (set up, audit the embedded network, write audit.html) and `make test` (set up, all tests).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: run test lint picture results clean
 
 run: $(STAMP)
-	$(BIN)/lipbound audit demo
+	$(BIN)/lipbound audit demo --html audit.html
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto

@@ -7,6 +7,7 @@ estimates promise nothing; exact is an SVD at one input size.
 __version__ = "0.1.0"
 
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
+from lipbound.certificates import certify
 from lipbound.estimates import ESTIMATES, PowerIteration, estimate
 from lipbound.geometry import Convolution, convolution
 from lipbound.layers import lipschitz
@@ -28,6 +29,7 @@ __all__ = [
     "bound",
     "bracket",
     "brackets",
+    "certify",
     "convolution",
     "estimate",
     "exact",

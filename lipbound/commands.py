@@ -99,6 +99,9 @@ def audit(
     ] = None,
     rtol: Annotated[float, typer.Option(help="Relative width of the brackets.")] = 1e-3,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page that needs nothing else: table, pictures.")
+    ] = None,
     fail_above: Annotated[
         float | None, typer.Option(help="Exit with 1 if the network's bound exceeds this.")
     ] = None,
@@ -124,10 +127,35 @@ def audit(
         typer.echo(audit_json(found, name))
     else:
         audit_table(found, name)
+    if html is not None:
+        _write_page(found, name, html)
     worst = found.upper if found.steps else max(r.bracket.upper for r in found.layers)
     if fail_above is not None and not worst <= fail_above:
         typer.echo(f"lipbound: {worst:.6g} is above {fail_above:g}", err=True)
         raise typer.Exit(1)
+
+
+def _write_page(found: Any, name: str, path: Path) -> None:
+    from rich.console import Console
+    from rich.progress import track
+
+    from lipbound.page import page
+
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"the page needs an extra ({error}): pip install 'lipbound[report]'"
+        ) from None
+    quiet = Console(stderr=True)
+
+    def progress(rows: Any) -> Any:
+        return track(rows, "drawing", console=quiet, transient=True, disable=not quiet.is_terminal)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(found, name, progress), encoding="utf-8")
+    typer.echo(f"wrote {path}", err=True)
 
 
 def _network(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | None, str]:

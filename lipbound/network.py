@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class Audit:
         steps: The graph, operation by operation; empty if it could not be captured.
         product: The product of the layers' own bounds, BatchNorm apart, for comparison.
         input_shape: Of one input.
+        features: Where the network ends in a Linear layer, the bound up to that layer's input.
+        head: That layer's matrix.
     """
 
     layers: tuple[LayerReport, ...]
@@ -83,6 +85,8 @@ class Audit:
     steps: tuple[StepReport, ...]
     product: float
     input_shape: tuple[int, ...] | None
+    features: float = math.inf
+    head: Tensor | None = None
 
     @property
     def bounded_part(self) -> StepReport | None:
@@ -145,9 +149,9 @@ def audit(
             graph = capture(model, (inputs[:1],))
         except NotCaptured as error:
             return Audit(layers, math.inf, 0.0, f"layers only: {error}", (), product, shape)
-        upper, reason, steps = compose(graph, Options(rtol))
+        found = compose(graph, Options(rtol))
         lower = jacobian_norm(model, inputs[:search]) if search else 0.0
-        return Audit(layers, upper, lower, reason, steps, product, shape)
+        return replace(found, layers=layers, lower=lower, product=product, input_shape=shape)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -196,8 +200,8 @@ def layer_reports(model: nn.Module, rtol: float) -> Iterator[LayerReport]:
             yield LayerReport(name, layer, found[name], paper)
 
 
-def compose(graph: Graph, options: Options) -> tuple[float, str, tuple[StepReport, ...]]:
-    """The network's bound, why it is infinite if it is, and every operation's.
+def compose(graph: Graph, options: Options) -> Audit:
+    """The network's bound, why it is infinite if it is, and every operation's; no layers alone.
 
     Several inputs or outputs count as one vector.
     """
@@ -207,6 +211,7 @@ def compose(graph: Graph, options: Options) -> tuple[float, str, tuple[StepRepor
     for call in graph.calls:
         values[call.name] = follow(call, values, options)
     steps = _kept(graph, values)
+    ops = {call.name: call.op for call in graph.calls}
     _prepare([values[call.name] for call in steps], options)
     reports = []
     for call in steps:
@@ -215,15 +220,25 @@ def compose(graph: Graph, options: Options) -> tuple[float, str, tuple[StepRepor
         base = max(inputs) if value.linear is None else value.linear.anchor.lipschitz
         reports.append(
             StepReport(
-                call.name, call.op, call.module, tuple(call.references()), value.shape[1:],
-                value.lipschitz, value.lipschitz / base if 0 < base < math.inf else math.nan,
+                call.name, _shown(call, ops), call.module, tuple(call.references()),
+                value.shape[1:], value.lipschitz, value.lipschitz / base if 0 < base < math.inf else math.nan,
                 value.why if value.lipschitz == math.inf else "",
             )
         )  # fmt: skip
     outputs = [values[name] for name in graph.outputs]
     total = up(math.hypot(*[v.lipschitz for v in outputs]))
     reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
-    return total, reason, tuple(reports)
+    audit = Audit((), total, 0.0, reason, tuple(reports), math.inf, None)
+    last = outputs[0].linear
+    if len(outputs) == 1 and last is not None and last.conv.dims == 0:
+        return replace(audit, features=last.anchor.lipschitz, head=last.conv.kernel)
+    return audit
+
+
+def _shown(call: Call, ops: dict[str, str]) -> str:
+    """The operation's name; of one of several results, the operation they come from."""
+    op = ops.get(call.references()[0], call.op) if call.op == "getitem" else call.op
+    return "aten.batch_norm" if "batch_norm" in op else op
 
 
 def _kept(graph: Graph, values: dict[str, Any]) -> list[Call]:

@@ -213,7 +213,9 @@ def test_floor_leaves_small_layers_alone(engine):
     assert not found["0.weight"].any()
     assert not found["2.weight"].any()
     assert found["1.weight"].any()
-    held().backward()
+    value = held()
+    held.bounds()  # without the floor, in the same buffers
+    value.backward()
     assert_same(gradients(model), found)
     assert float(free()) < float(value)
 
@@ -470,3 +472,13 @@ def test_the_constant_pays_for_any_order_of_summation():
     (factor,) = factors(nn.Sequential(layer))
     scale, tiny = factor.constant(factor.rows(layer.weight.detach()))
     assert scale**2 * (1 + tiny) >= 1 + count * 2.0**-25
+
+
+def test_channels_that_tie_share_the_gradient(engine):
+    model = nn.Sequential(nn.BatchNorm2d(5))  # fresh: every γ attains the maximum
+    penalty = Penalty(model, 1.0)
+    penalty.add_grad_()
+    torch.testing.assert_close(model[0].weight.grad, torch.full((5,), 0.2), rtol=1e-5, atol=0)
+    model.zero_grad()
+    penalty().backward()
+    torch.testing.assert_close(model[0].weight.grad, torch.full((5,), 0.2), rtol=1e-5, atol=0)

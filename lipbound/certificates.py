@@ -1,0 +1,70 @@
+"""From a network's bound to the radius in which its answer cannot change."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lipbound.network import Audit
+
+
+@torch.no_grad()
+def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = None) -> Tensor:
+    r"""L2 radii around the inputs within which the predicted class cannot change.
+
+    With i the prediction, :math:`\min_j (f_i - f_j) / L_{ij}`. Where the network ends in a Linear
+    layer with rows w, :math:`L_{ij} = L_{features} \|w_i - w_j\|`; else, the difference of two
+    entries being √2-Lipschitz, :math:`L_{ij} = \sqrt2\,L`.
+
+    Args:
+        source: Logits, ``(batch, classes)``, or the network that computes them.
+        audit: Of that network. Its bound is on the input as the network takes it: put a
+            normalization of the pixels inside the network to have radii in pixels.
+        inputs: The batch, if ``source`` is a network; it is run in eval mode.
+
+    Returns:
+        ``(batch,)`` float64. 0 where nothing can be said: a tie, or an infinite bound. The radii
+        hold for the real-arithmetic network; the logits' own rounding is not part of them.
+
+    Raises:
+        ValueError: If the logits are not ``(batch, classes)`` with at least two classes.
+
+    Example:
+        >>> model = nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        >>> from lipbound import audit
+        >>> certify(model, audit(model, (2,)), torch.tensor([[3.0, 1.0]]))  # √2 from the diagonal
+        tensor([1.4138], dtype=torch.float64)
+    """
+    if isinstance(source, nn.Module):
+        if inputs is None:
+            raise ValueError("certify(model, audit) needs the inputs; or pass the logits")
+        modes = {module: module.training for module in source.modules()}
+        try:
+            source = source.eval()(inputs)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+    if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[1] < 2:
+        shape = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
+        raise ValueError(f"logits must be (batch, classes) with two classes or more, got {shape}")
+    logits = source.double()
+    gaps = logits.amax(1, keepdim=True) - logits  # (batch, classes)
+    best = logits.argmax(1)
+    gains = _pair_gains(audit, logits.shape[1]).to(logits.device)[best]
+    radii = torch.where(gains > 0, gaps / gains, math.inf)
+    radii = torch.where(gains == math.inf, 0.0, radii)
+    others = torch.arange(logits.shape[1], device=best.device) != best[:, None]
+    return torch.where(others, radii, math.inf).amin(1) * (1 - 1e-12)
+
+
+def _pair_gains(audit: Audit, classes: int) -> Tensor:
+    """A Lipschitz constant of f_i − f_j for every pair."""
+    whole = torch.full((classes, classes), math.sqrt(2) * audit.upper * (1 + 1e-15)).double()
+    if audit.head is None or len(audit.head) != classes:
+        return whole
+    rows = audit.head.double()
+    pairs = (rows[:, None] - rows[None]).norm(dim=2) * (1 + 1e-12)
+    return torch.minimum(whole, audit.features * pairs)

@@ -1,0 +1,61 @@
+"""What a layer does at every frequency: samples of its symbol's singular values, for pictures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lipbound.bounds import Bracket
+from lipbound.geometry import Layer, convolution
+from lipbound.symbol import evaluate, taps
+
+SAMPLES = 33  # per axis, odd, both ends of the period included
+LARGEST = 1 << 26  # entries of all symbols together, above which fewer points are taken
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """Singular values on a grid over one period; estimates, to look at.
+
+    Attributes:
+        axis: Frequencies along each axis, radians, from −π to π.
+        heights: σ1, ``(len(axis),)`` for one spatial axis, else ``(len(axis), len(axis))``; of
+            three axes the slice through the maximizer.
+        values: All singular values on the grid, sorted.
+        peak: The maximizer, one number per axis shown.
+    """
+
+    axis: NDArray[np.float64]
+    heights: NDArray[np.float64]
+    values: NDArray[np.float64]
+    peak: tuple[float, ...]
+
+
+@torch.no_grad()
+def portrait(layer: Layer, bracket: Bracket) -> Portrait | None:
+    """The picture of a convolution with at least two taps; ``None`` where nothing varies."""
+    conv = convolution(layer)
+    coefficients = taps(conv).double()
+    groups, rows, columns, *sizes = coefficients.shape
+    shown = min(2, len(sizes))
+    if shown == 0 or math.prod(sizes) == 1:
+        return None
+    room = (LARGEST / (groups * rows * columns)) ** (1 / shown)
+    count = int(min(SAMPLES, max(9, room))) // 2 * 2 + 1
+    axis = np.linspace(-np.pi, np.pi, count)
+    whole = np.stack(np.meshgrid(*[axis] * shown, indexing="ij"), -1).reshape(-1, shown)
+    mirrored = shown == len(sizes)  # F(−ω) is the conjugate: half of it is a mirror image
+    points = whole[: len(whole) // 2 + 1] if mirrored else whole
+    rest = np.broadcast_to(np.array(bracket.frequency[shown:]), (len(points), len(sizes) - shown))
+    frequencies = torch.from_numpy(np.concatenate([points, rest], 1))
+    values = torch.linalg.svdvals(evaluate(coefficients.float(), frequencies))
+    half = values.amax((0, 2)).double().numpy()
+    full = np.concatenate([half, half[-2::-1]]) if mirrored else half
+    heights = full.reshape([count] * shown)
+    wrapped = [(w + np.pi) % (2 * np.pi) - np.pi for w in bracket.frequency[:shown]]
+    flat = np.sort(values.flatten().double().numpy())
+    return Portrait(axis, heights, flat, tuple(float(w) for w in wrapped))
