@@ -36,7 +36,7 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
         >>> from lipbound import audit
         >>> certify(model, audit(model, (2,)), torch.tensor([[3.0, 1.0]]))  # √2 from the diagonal
-        tensor([1.4138], dtype=torch.float64)
+        tensor([1.4142], dtype=torch.float64)
     """
     if isinstance(source, nn.Module):
         if inputs is None:

@@ -98,6 +98,7 @@ def audit(
         str | None, typer.Option("--input", help="Shape of one input, 3,32,32 say.")
     ] = None,
     rtol: Annotated[float, typer.Option(help="Relative width of the brackets.")] = 1e-3,
+    device: Annotated[str | None, typer.Option(help="Where to compute, cuda say.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a page that needs nothing else: table, pictures.")
@@ -119,6 +120,7 @@ def audit(
     if input_shape is not None:
         shape = _shape(input_shape)
     if network is not None:
+        network = network if device is None else _moved(network, device)
         found = run_audit(network, shape, rtol)
     else:
         weights = sources.read_weights(Path(source))
@@ -186,6 +188,13 @@ def _usual(name: str) -> tuple[int, ...] | None:
     if ":" not in name:
         return (3, 32, 32)
     return (3, 224, 224) if name.startswith(("torchvision:", "timm:")) else None
+
+
+def _moved(network: Any, device: str) -> Any:
+    try:
+        return network.to(device)
+    except Exception as error:
+        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from None
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -221,7 +221,8 @@ def compose(graph: Graph, options: Options) -> Audit:
         reports.append(
             StepReport(
                 call.name, _shown(call, ops), call.module, tuple(call.references()),
-                value.shape[1:], value.lipschitz, value.lipschitz / base if 0 < base < math.inf else math.nan,
+                value.shape[1:], value.lipschitz,
+                value.lipschitz / base if 0 < base < math.inf else math.nan,
                 value.why if value.lipschitz == math.inf else "",
             )
         )  # fmt: skip
