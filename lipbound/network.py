@@ -150,7 +150,7 @@ def audit(
         except NotCaptured as error:
             return Audit(layers, math.inf, 0.0, f"layers only: {error}", (), product, shape)
         found = compose(graph, Options(rtol))
-        lower = jacobian_norm(model, inputs[:search]) if search else 0.0
+        lower = _searched(model, inputs[:search]) if search else 0.0
         return replace(found, layers=layers, lower=lower, product=product, input_shape=shape)
     finally:
         for module, mode in modes.items():
@@ -306,6 +306,14 @@ def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: 
         norms = images.norm(dim=1)
         (vectors,) = pull(images)
     return float(norms.detach().max())
+
+
+def _searched(model: nn.Module, inputs: Tensor) -> float:
+    """The lower bound, or 0 where PyTorch cannot differentiate an operation forwards."""
+    try:
+        return jacobian_norm(model, inputs)
+    except (NotImplementedError, RuntimeError):
+        return 0.0
 
 
 def _tensors(output: Any) -> list[Tensor]:

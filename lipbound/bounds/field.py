@@ -24,6 +24,7 @@ from lipbound.symbol import positions
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
 CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # complex matrices handled at once
+MOST = 1 << 17  # matrices at once, however small: a batched solver's workspace grows with them
 GATHER = 1 << 13  # lag entries below which cells of different blocks go through one product
 
 
@@ -100,7 +101,10 @@ class Field:
         """How many matrices to handle at once."""
         width = self.rows if self.keeps_lags else max(self.rows, self.columns)
         room = CHUNK_BYTES.get(self.taps.device.type, CHUNK_BYTES["cpu"])
-        return max(1, room // (16 * self.rows * width))
+        entries = len(self.lags) * self.rows**2
+        gathered = entries if self.keeps_lags and entries <= GATHER else 0
+        each = 16 * self.rows * width + 16 * (len(self.lags) + gathered)
+        return max(1, min(MOST, room // each))
 
     def gram(self, block: Tensor, frequencies: Tensor) -> Tensor:
         """FF* for block ``block[p]`` at ``frequencies[p]``: ``(P, n, n)`` complex128."""
@@ -186,6 +190,8 @@ def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor,
         steps: Size of the Krylov space.
     """
     size = matrices.shape[-1]
+    if size == 1:
+        return matrices[:, 0, 0].real, torch.ones_like(start)
     if size <= max(16, steps):
         values, vectors = torch.linalg.eigh(matrices)
         return values[:, -1], vectors[..., -1]
