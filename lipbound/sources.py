@@ -114,7 +114,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file
     except ImportError:
-        raise ValueError("reading safetensors needs: pip install safetensors") from None
+        raise ValueError("reading safetensors needs: pip install 'lipbound[cli]'") from None
     try:
         return load_file(path)
     except Exception as error:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lipbound import bound, bracket, brackets, convolution, exact, lipschitz
 from lipbound.bounds.cells import quarter, start_cells
-from lipbound.bounds.field import Field, top_eigenpairs
+from lipbound.bounds.field import CHUNK_BYTES, Field, top_eigenpairs
 from lipbound.bounds.finite import embedding
 from lipbound.bounds.search import Search
 from lipbound.experiments.soundness import random_case, violations
@@ -283,3 +283,10 @@ def test_search_gives_up_by_widening():
     upper = float(search.run(start_cells(field), quarter(field))[0])
     peak = dense_peak(coefficients[0])
     assert peak <= upper <= 3 * peak
+
+
+def test_memory_of_very_many_groups_is_bounded():
+    """Lags gathered for a chunk of cells count too: tiny matrices come with many of them."""
+    field = Field(torch.randn(500, 1, 1, 7, 7, dtype=torch.float64))
+    assert field.chunk * 16 * len(field.lags) <= CHUNK_BYTES["cpu"]
+    assert field.chunk <= 1 << 17
