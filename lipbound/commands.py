@@ -98,6 +98,9 @@ def audit(
         str | None, typer.Option("--input", help="Shape of one input, 3,32,32 say.")
     ] = None,
     rtol: Annotated[float, typer.Option(help="Relative width of the brackets.")] = 1e-3,
+    effort: Annotated[
+        str, typer.Option(help="'high': two weighted norms per residual block; minutes.")
+    ] = "normal",
     device: Annotated[str | None, typer.Option(help="Where to compute, cuda say.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     html: Annotated[
@@ -121,7 +124,7 @@ def audit(
         shape = _shape(input_shape)
     if network is not None:
         network = network if device is None else _moved(network, device)
-        found = run_audit(network, shape, rtol)
+        found = run_audit(network, shape, rtol, effort=effort)
     else:
         weights = sources.read_weights(Path(source))
         found = audit_weights(weights, rtol, stride=stride, dilation=dilation, groups=groups)

@@ -104,6 +104,8 @@ def summary(audit: Audit) -> list[str]:
             lines.append(f"bounded up to {part.name}{place}: at most {part.lipschitz:.4g}")
     else:
         lines.append(f"network: not bounded, {audit.reason}")
+    if audit.note:
+        lines.append(audit.note)
     if audit.lower > 0:
         lines.append(f"at least {audit.lower:.4g}: the largest Jacobian norm found")
     lines.append(
@@ -122,6 +124,7 @@ def audit_json(audit: Audit, title: str) -> str:
         "lower": audit.lower,
         "product": _finite(audit.product),
         "reason": audit.reason,
+        "note": audit.note,
         "layers": [
             {
                 "name": row.name,

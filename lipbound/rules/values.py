@@ -17,9 +17,10 @@ from lipbound.graph import Call, Reference
 
 @dataclass(frozen=True)
 class Options:
-    """How hard to work: the relative width of the layers' brackets."""
+    """How hard to work: the relative width of the brackets, and whether to weight blocks."""
 
     rtol: float = 1e-3
+    effort: str = "normal"
 
 
 @dataclass(eq=False)

@@ -1,0 +1,101 @@
+"""Weighted residual blocks: never below the operators they bound, whatever the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_network import fitted
+from torch import nn
+from zoo import NETWORKS, Run, conv
+
+from lipbound import audit, blocks
+from lipbound.graph import capture
+from lipbound.network import jacobian_norm
+from lipbound.robust.models import ResNet
+from lipbound.rules import Options, Value, follow
+from lipbound.toeplitz import operator_matrix
+
+
+def chain_of(model, shape):
+    graph = capture(model, (torch.randn(1, *shape).double(),))
+    values = {name: Value(s, constant=1.0) for name, s in graph.inputs.items()}
+    for call in graph.calls:
+        values[call.name] = follow(call, values, Options())
+    return blocks.find_chain(values[graph.outputs[0]])
+
+
+def dense(layer: nn.Module, size: int) -> torch.Tensor:
+    return torch.as_tensor(operator_matrix(layer, (size, size)).toarray())
+
+
+def network(stride: int, shortcut: str) -> nn.Module:
+    width = 3 if shortcut == "identity" else 5
+
+    def forward(m, x):
+        x = torch.relu(m.stem(x))
+        skip = x
+        if shortcut == "conv":
+            skip = m.skip(x)
+        elif shortcut == "sliced":
+            skip = nn.functional.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, 1, 1))
+        return m.head(torch.relu(m.two(torch.relu(m.one(x))) + skip).mean((2, 3)))
+
+    return Run(
+        forward, stem=conv(2, 3), one=conv(3, 4, stride=stride, bias=False),
+        two=conv(4, width, bias=False), skip=conv(3, width, 1, stride=stride, bias=False),
+        head=nn.Linear(width, 2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stride", "shortcut"), [(1, "identity"), (1, "conv"), (2, "conv"), (2, "sliced")]
+)
+def test_factors_bound_every_pattern_of_slopes(stride, shortcut):
+    torch.manual_seed(0)
+    model = network(stride, shortcut).double().eval()
+    n, m = 6, 6 // stride
+    chain = chain_of(model, (2, n, n))
+    assert len(chain.blocks) == 1
+    one, two = dense(model.one, n), dense(model.two, m)
+    if shortcut == "conv":
+        skip = dense(model.skip, n)
+    else:
+        eye = torch.eye(3 * n * n, dtype=torch.float64).reshape(-1, 3, n, n)
+        if shortcut == "sliced":
+            eye = nn.functional.pad(eye[:, :, ::stride, ::stride], (0, 0, 0, 0, 1, 1))
+        skip = eye.flatten(1).mT
+    for seed in range(4):
+        torch.manual_seed(seed)
+        weights = blocks.Weights(chain)
+        for parameter in (*weights.sides, *weights.inner):
+            parameter.data.normal_(0, 0.5 * (seed > 0))
+        left, right = weights.factors()[1:3]
+        found = bracket(left.detach()).upper * bracket(right.detach()).upper
+        before = weights.sides[0].exp().repeat_interleave(n * n)
+        after = weights.sides[1].exp().repeat_interleave(m * m)
+        for pattern in range(6):
+            slopes = torch.rand(len(one), dtype=torch.float64)
+            slopes = (slopes > 0.5).double() if pattern % 2 else slopes
+            slopes = slopes * 0 + pattern if pattern in (0, 1) else slopes
+            whole = after[:, None] * (skip + two @ (slopes[:, None] * one)) / before[None, :]
+            assert float(torch.linalg.matrix_norm(whole.detach(), 2)) <= found * (1 + 1e-12)
+
+
+def test_high_effort_is_lower_and_still_above_the_jacobian(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr("lipbound.network.optimised", lambda chain: blocks.optimised(chain, 15))
+    model = fitted(ResNet(8))
+    shape = (3, 8, 8)
+    normal, high = (audit(model, shape, search=0, effort=e) for e in ("normal", "high"))
+    lower = jacobian_norm(model, torch.randn(8, *shape).double())
+    assert lower <= high.upper < normal.upper
+    assert "3 residual blocks" in high.note
+    assert high.features * float(torch.linalg.matrix_norm(high.head, 2)) <= high.upper * (1 + 1e-9)
+
+
+def test_other_networks_say_that_nothing_was_gained():
+    build, shape = NETWORKS["plain"]
+    found = audit(build(), shape, search=0, effort="high")
+    assert found.note.startswith("effort high: the network is no chain")
+    with pytest.raises(ValueError, match="effort='max' is not"):
+        audit(build(), shape, effort="max")
