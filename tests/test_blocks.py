@@ -8,7 +8,7 @@ from test_network import fitted
 from torch import nn
 from zoo import NETWORKS, Run, conv
 
-from lipbound import audit, blocks
+from lipbound import audit, blocks, bracket
 from lipbound.graph import capture
 from lipbound.network import jacobian_norm
 from lipbound.robust.models import ResNet
