@@ -13,6 +13,7 @@ from lipbound.graph import capture
 from lipbound.network import jacobian_norm
 from lipbound.robust.models import ResNet
 from lipbound.rules import Options, Value, follow
+from lipbound.symbol import evaluate, grid, radians
 from lipbound.toeplitz import operator_matrix
 
 
@@ -50,10 +51,11 @@ def network(stride: int, shortcut: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("stride", "shortcut"), [(1, "identity"), (1, "conv"), (2, "conv"), (2, "sliced")]
 )
-def test_factors_bound_every_pattern_of_slopes(stride, shortcut):
+def test_factors_are_the_block_and_bound_every_pattern_of_slopes(stride, shortcut):
     torch.manual_seed(0)
     model = network(stride, shortcut).double().eval()
-    n, m = 6, 6 // stride
+    n = 12
+    m = n // stride
     chain = chain_of(model, (2, n, n))
     assert len(chain.blocks) == 1
     one, two = dense(model.one, n), dense(model.two, m)
@@ -64,21 +66,32 @@ def test_factors_bound_every_pattern_of_slopes(stride, shortcut):
         if shortcut == "sliced":
             eye = nn.functional.pad(eye[:, :, ::stride, ::stride], (0, 0, 0, 0, 1, 1))
         skip = eye.flatten(1).mT
-    for seed in range(4):
+    frequencies = radians(grid((16, 16), half=True), (16, 16))
+    for seed in range(3):
         torch.manual_seed(seed)
         weights = blocks.Weights(chain)
         for parameter in (*weights.sides, *weights.inner):
             parameter.data.normal_(0, 0.5 * (seed > 0))
-        left, right = weights.factors()[1:3]
-        found = bracket(left.detach()).upper * bracket(right.detach()).upper
-        before = weights.sides[0].exp().repeat_interleave(n * n)
-        after = weights.sides[1].exp().repeat_interleave(m * m)
-        for pattern in range(6):
-            slopes = torch.rand(len(one), dtype=torch.float64)
-            slopes = (slopes > 0.5).double() if pattern % 2 else slopes
-            slopes = slopes * 0 + pattern if pattern in (0, 1) else slopes
+        left, right = (k.detach() for k in weights.factors()[1:3])
+        found = bracket(left).upper * bracket(right).upper
+        before = weights.sides[0].detach().exp().repeat_interleave(n * n)
+        after = weights.sides[1].detach().exp().repeat_interleave(m * m)
+
+        def norm(slopes: torch.Tensor, after=after, before=before) -> float:
             whole = after[:, None] * (skip + two @ (slopes[:, None] * one)) / before[None, :]
-            assert float(torch.linalg.matrix_norm(whole.detach(), 2)) <= found * (1 + 1e-12)
+            return float(torch.linalg.matrix_norm(whole.detach(), 2))
+
+        assert norm((torch.rand(len(one)) > 0.5).double()) <= found * (1 + 1e-12)
+        for slope in (torch.zeros(4), torch.ones(4), torch.rand(4)):
+            # The same slope everywhere: one symbol, which the dense norm nearly attains.
+            middle = torch.cat([torch.ones(right.shape[1]), 2 * slope - 1]).to(torch.complex128)
+            symbols = evaluate(left[None], frequencies)[0] @ (
+                middle[:, None] * evaluate(right[None], frequencies)[0]
+            )
+            largest = float(torch.linalg.matrix_norm(symbols, 2).max())
+            truth = norm(slope.double().repeat_interleave(m * m))
+            assert truth <= min(found * (1 + 1e-12), 1.05 * largest)
+            assert truth >= 0.9 * largest
 
 
 def test_high_effort_is_lower_and_still_above_the_jacobian(monkeypatch):
