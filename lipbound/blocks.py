@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lipbound.bounds import brackets
-from lipbound.rules import Linear, Value
+from lipbound.rules import Linear, Step, Value
 from lipbound.rules.values import up
 from lipbound.symbol import evaluate, grid, radians
 
@@ -132,6 +132,8 @@ def find_chain(output: Value) -> Chain | None:
     value, head = last.anchor, last.conv.kernel
     pooled = value
     while value.origin is not None and value.origin.call.op in PASSES:
+        if not _keeps_channels(value.origin):
+            return None
         value = value.origin.inputs()[0]
     if value.shape[1] != head.shape[1] or math.prod(pooled.shape[1:]) != value.shape[1]:
         return None
@@ -153,6 +155,20 @@ def find_chain(output: Value) -> Chain | None:
     return Chain(start, first.taps, blocks[::-1], up(pool * (1 + 1e-12)), head)
 
 
+def _keeps_channels(step: Step) -> bool:
+    """Whether the step averages each channel over all pixels, or only reshapes what is left.
+
+    As many numbers as channels are not the channels: the weights must meet their own columns.
+    """
+    before = step.inputs()[0].shape
+    if step.call.op == "aten.mean":
+        axes = {int(d) % len(before) for d in step.arguments.get("dim") or ()}
+        return axes == set(range(2, len(before)))
+    if step.call.op == "aten.adaptive_avg_pool2d":
+        return math.prod(step.shape[2:]) == 1
+    return math.prod(before[1:]) == before[1]
+
+
 def _relu_input(value: Value) -> Value | None:
     if value.origin is None or value.origin.call.op not in RELU:
         return None
@@ -165,7 +181,9 @@ def _block(value: Value) -> tuple[Block, Value] | None:
         return None
     step = total.origin
     terms = (step["self"], step["other"])
-    if not all(isinstance(t, Value) for t in terms) or step["alpha"] != 1:
+    if not all(isinstance(t, Value) and t.shape == total.shape for t in terms):
+        return None
+    if step["alpha"] != 1:
         return None
     for branch, skip in (terms, terms[::-1]):
         hidden = _relu_input(branch.linear.anchor) if branch.linear is not None else None

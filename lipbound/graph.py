@@ -43,6 +43,7 @@ class Call:
         schema: Of the operation.
         overload: Which of its overloads.
         floating: Whether the result is a floating-point tensor.
+        results: How many tensors it gives.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Call:
     schema: Any = None
     overload: str = "default"
     floating: bool = True
+    results: int = 1
 
     def arguments(self) -> dict[str, Any]:
         """All arguments by the names of the operation's schema."""
@@ -162,6 +164,7 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
         source=_short(files[-1]) if files else "",
         schema=getattr(target, "_schema", None),
         floating=not isinstance(value, Tensor) or value.is_floating_point(),
+        results=len(value) if isinstance(value, list | tuple) else 1,
         overload=getattr(target, "_overloadname", "default") or "default",
     )
 

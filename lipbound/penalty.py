@@ -160,7 +160,6 @@ class RowTerms:
         self._fused: Fused | None = None
         self._rest: list[Factor] = []
         self._leaves: list[Tensor | None] = []
-        self._seen: list[object] = []  # the gradients that the kernels' tables point to
 
     def logs(self, log_floor: float) -> Tensor:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -198,10 +197,10 @@ class RowTerms:
         # Looking at layouts would cost more than the kernels: only when a gradient is a new one.
         seen = [(id(g), g.data_ptr()) if isinstance(g, Tensor) else g for g in grads]
         late: list[tuple[Tensor, Tensor]] = []
-        if seen != self._seen:
+        if seen != fused.aimed:
             targets = [_target(leaf, late) for leaf in self._leaves]
             fused.aim(targets[::2], targets[1::2])
-            self._seen = [] if late or None in seen else [*seen]
+            fused.aimed = None if late or None in seen else [*seen]
         fused.add_gradient(scale)
         for grad, part in late:
             grad.add_(part)
@@ -214,7 +213,6 @@ class RowTerms:
             self._fused, self._rest = _partition(self.factors)
             self._places = places
             self._leaves = _leaves(self._fused.factors) if self._fused else []
-            self._seen = []
 
     def _plain_add_grad(self, scale: float | Tensor, log_floor: float) -> Tensor:
         logs: list[Tensor] = []

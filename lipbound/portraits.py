@@ -52,7 +52,7 @@ def portrait(layer: Layer, bracket: Bracket) -> Portrait | None:
     points = whole[: len(whole) // 2 + 1] if mirrored else whole
     rest = np.broadcast_to(np.array(bracket.frequency[shown:]), (len(points), len(sizes) - shown))
     frequencies = torch.from_numpy(np.concatenate([points, rest], 1))
-    values = torch.linalg.svdvals(evaluate(coefficients.float(), frequencies))
+    values = torch.linalg.svdvals(evaluate(coefficients.float(), frequencies)).cpu()
     half = values.amax((0, 2)).double().numpy()
     full = np.concatenate([half, half[-2::-1]]) if mirrored else half
     heights = full.reshape([count] * shown)

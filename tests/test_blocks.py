@@ -112,3 +112,16 @@ def test_other_networks_say_that_nothing_was_gained():
     assert found.note.startswith("effort high: the network is no chain")
     with pytest.raises(ValueError, match="effort='max' is not"):
         audit(build(), shape, effort="max")
+
+
+def test_pixels_are_not_taken_for_channels():
+    """Sixteen pixels left by a mean over sixteen channels: weights would meet wrong columns."""
+    model = Run(
+        lambda m, x: m.head(_residual(m, torch.relu(m.stem(x))).mean(1).flatten(1)),
+        stem=conv(3, 16), one=conv(16, 16), two=conv(16, 16), head=nn.Linear(16, 3),
+    )  # fmt: skip
+    assert chain_of(model.double().eval(), (3, 4, 4)) is None
+
+
+def _residual(m, x):
+    return torch.relu(m.two(torch.relu(m.one(x))) + x)

@@ -53,7 +53,14 @@ def test_refusals_name_the_reason_and_what_is_still_bounded(name):
     assert found.bounded_part.lipschitz < math.inf
 
 
-LOOSE = ("broadcast add", "alpha", "roll", "minimum", "chunks added")  # sums of dependent terms
+LOOSE = (
+    "token residual",
+    "broadcast add",
+    "alpha",
+    "roll",
+    "minimum",
+    "chunks added",
+)  # sums of dependent terms
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -88,11 +95,22 @@ def test_linear_residuals_are_bounded_by_their_own_symbol():
     kernel[range(3), range(3), 1, 1] = -0.9
     model.conv.weight = nn.Parameter(kernel)
     assert audit(model, (3, 8, 8), search=0).upper == pytest.approx(0.1, rel=2e-3)
+    for alpha, truth in ((1, 0.1), (-1, 1.9), (0, 1.0), (2.5, 1.25)):
+        scaled = Run(lambda m, x, a=alpha: torch.add(x, m.conv(x), alpha=a), conv=model.conv)
+        assert audit(scaled, (3, 8, 8), search=0).upper == pytest.approx(truth, rel=2e-3)
+        taken = Run(lambda m, x, a=alpha: torch.sub(x, m.conv(x), alpha=-a), conv=model.conv)
+        assert audit(taken, (3, 8, 8), search=0).upper == pytest.approx(truth, rel=2e-3)
     shifted = Run(lambda m, x: m.a(x) - m.b(x), a=conv(3, 4), b=conv(3, 4, 5))
     with torch.no_grad():
         shifted.b.weight.zero_()
         shifted.b.weight[:, :, 1:4, 1:4] = shifted.a.weight
     assert audit(shifted, (3, 8, 8), search=0).upper < 1e-10
+
+
+def test_a_residual_without_a_batch_axis():
+    model = Run(lambda m, x: (x[0] + m.conv(x[0]))[None], conv=conv(2, 2))
+    found = audit(model, (2, 5, 5), search=4)
+    assert found.lower <= found.upper < math.inf
 
 
 def test_batch_norm_is_folded_and_strides_are_split():

@@ -275,6 +275,19 @@ def test_two_calls_before_one_backward(engine):
     assert_same(gradients(model), found)
 
 
+def test_both_ways_in_turns_with_gradients_that_stay(engine):
+    """A backward pass points the kernels elsewhere; adding must look where to again."""
+    model = nn.Sequential(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4))
+    penalty = Penalty(model, 1.0)
+    penalty.add_grad_()
+    once = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    penalty.add_grad_()
+    penalty().backward()
+    penalty.add_grad_()
+    penalty.add_grad_()
+    assert_same({n: g / 5 for n, g in gradients(model).items()}, once)
+
+
 def test_odd_gradients(engine):
     model = nn.Sequential(nn.Conv2d(8, 8, 3))
     penalty = Penalty(model, 1.0)

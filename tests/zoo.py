@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -205,6 +207,38 @@ UNBOUNDED: dict[str, tuple] = {
     "attention": (lambda: Run(attention, conv=conv(3, 4)), IMAGE, "attention"),
     "square": (lambda: Run(lambda m, x: m.c(x) ** 2, c=conv(3, 2)), IMAGE, "no rule for aten.pow"),
     "jump": (lambda: Run(lambda m, x: torch.sign(m.c(x)), c=conv(3, 2)), IMAGE, "discontinuous"),
+    "active dropout": (
+        lambda: Run(lambda m, x: F.dropout(m.c(x), 0.5), c=conv(3, 2)), IMAGE,
+        "active even in eval",
+    ),
+    "integers": (
+        lambda: Run(lambda m, x: m.c(x).to(torch.int64).to(x.dtype), c=conv(3, 2)), IMAGE, "jumps",
+    ),
+    "indices": (
+        lambda: Run(
+            lambda m, x: F.max_pool2d(m.c(x), 2, return_indices=True)[1].to(x.dtype), c=conv(3, 2)
+        ), IMAGE, "integers jump",
+    ),
+    "negative celu": (
+        lambda: Run(lambda m, x: F.celu(m.c(x), -1.0), c=conv(3, 2)), IMAGE, "exponentially",
+    ),
+    "negative elu": (
+        lambda: Run(lambda m, x: torch.ops.aten.elu(m.c(x), 1.0, 1.0, -1.0), c=conv(3, 2)), IMAGE,
+        "exponentially",
+    ),
+    "jumping softplus": (
+        lambda: Run(lambda m, x: F.softplus(m.c(x), -1.0, 0.0), c=conv(3, 2)), IMAGE, "threshold",
+    ),
+    "no epsilon": (
+        lambda: nn.Sequential(conv(3, 2), nn.LayerNorm(8, eps=0.0)), IMAGE, "eps=0",
+    ),
+    "not a number": (
+        lambda: Run(lambda m, x: m.c(x) * math.nan, c=conv(3, 2)), IMAGE, "not a number",
+    ),
+    "many parts": (
+        lambda: Run(lambda m, x: sum(torch.unsafe_chunk(m.c(x), 16, 1)), c=conv(3, 16)), IMAGE,
+        "no rule for aten.unsafe_split",
+    ),
     "gate": (lambda: Run(lambda m, x: F.glu(m.c(x), 1), c=conv(3, 2)), IMAGE, "aten.glu"),
 }  # fmt: skip
 
@@ -267,6 +301,13 @@ OPERATIONS: dict[str, tuple] = {
     "where": (Run(lambda m, x: torch.where(torch.tensor([[True, False]]), x, 3 * x)), (2,)),
     "matmul": (Run(lambda m, x: x @ torch.tensor([[1.0, 2], [0, -1], [4, 0.5]]).to(x)), (3,)),
     "matmul left": (Run(lambda m, x: torch.tensor([[1.0, 2.0, 3.0]]).to(x) @ x), (3, 2)),
+    "addmm": (
+        Run(lambda m, x: torch.addmm(torch.zeros(3).to(x), x, torch.eye(3).to(x), alpha=5)), (3,),
+    ),
+    "token residual": (Run(lambda m, x: x + m.l(x), l=nn.Linear(4, 4)), (5, 4)),
+    "max pool ceil indices": (nn.MaxPool2d(3, 2, ceil_mode=True, return_indices=True), (1, 6, 6)),
+    "negative leaky prelu": (nn.PReLU(init=-3.0), (4,)),
+    "inactive dropout": (nn.Dropout(0.9), (4,)),
     "bias": (nn.Linear(4, 3), (4,)),
     "batch norm": (nn.BatchNorm1d(3), (3, 4)),
     "layer norm": (nn.LayerNorm(4), (4,)),

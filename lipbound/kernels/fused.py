@@ -177,6 +177,7 @@ class Fused:
         self._side: list[torch.cuda.Stream] = []
         self._graphs: dict[bool, torch.cuda.CUDAGraph | int] = {}
         self.stamp = 0
+        self.aimed: list[object] | None = None  # whose gradients the table points to, if known
 
     def _norm_programs(self) -> list[Tensor]:
         waves: list[list[int]] = []
@@ -210,6 +211,7 @@ class Fused:
             grads: Of each factor's weight, strided like it; ``None`` leaves it out.
             gammas: Of each factor's γ, likewise.
         """
+        self.aimed = None
         for column, tensors in ((layout.GRAD.value, grads), (layout.GAMMA_GRAD.value, gammas)):
             self.fields[:, column] = [0 if t is None else t.data_ptr() for t in tensors]
         source = torch.from_numpy(self.fields)

@@ -14,10 +14,9 @@ from lipbound.rules.values import Step, Unbounded, Value, register_rule, root_su
 SLOPES = {
     **dict.fromkeys(
         [
-            "relu", "relu_", "relu6", "tanh", "hardtanh", "hardtanh_", "celu", "softsign",
+            "relu", "relu_", "relu6", "tanh", "hardtanh", "hardtanh_", "softsign",
             "log_sigmoid_forward", "log_sigmoid", "abs", "neg", "clamp", "clamp_min", "clamp_max",
-            "sin", "cos", "atan", "erf_", "dropout", "native_dropout", "feature_dropout",
-            "alpha_dropout", "asinh", "logsumexp",
+            "sin", "cos", "atan", "asinh", "logsumexp",
         ],
         1.0,
     ),
@@ -63,6 +62,13 @@ def _prelu(step: Step) -> float:
     return max(1.0, float(weight.abs().max()))
 
 
+@register_rule("aten.dropout", "aten.native_dropout", "aten.feature_dropout", "aten.alpha_dropout")
+def _dropout(step: Step) -> float:
+    if step["train"]:
+        raise Unbounded("dropout is active even in eval mode: pass training=self.training")
+    return 1.0
+
+
 @register_rule("aten.rrelu")
 def _rrelu(step: Step) -> float:
     if step["training"]:
@@ -72,14 +78,23 @@ def _rrelu(step: Step) -> float:
 
 @register_rule("aten.elu", "aten.elu_")
 def _elu(step: Step) -> float:
+    if step["input_scale"] < 0:
+        raise Unbounded(f"ELU with input_scale={step['input_scale']} grows exponentially")
     scale = abs(step["scale"])
     return up(max(scale, up(scale * abs(step["alpha"] * step["input_scale"]))))
+
+
+@register_rule("aten.celu", "aten.celu_")
+def _celu(step: Step) -> float:
+    if step["alpha"] < 0:
+        raise Unbounded(f"CELU with alpha={step['alpha']} grows exponentially")
+    return 1.0
 
 
 @register_rule("aten.softplus")
 def _softplus(step: Step) -> float:
     # torch switches to the identity at beta·x > threshold: a jump of log(1 + e^-threshold)/beta.
-    if math.log1p(math.exp(-step["threshold"])) / step["beta"] > 1e-6:
+    if math.log1p(math.exp(-step["threshold"])) / abs(step["beta"]) > 1e-6:
         raise Unbounded(f"softplus jumps at its threshold {step['threshold']}")
     return 1.0
 
@@ -99,7 +114,8 @@ def add(step: Step) -> Value:
     """α scales the second (of rsub the first); both may be spread by broadcasting."""
     from lipbound.rules.linear import sum_of_linears
 
-    alpha = abs(float(step.arguments.get("alpha") or 1))
+    given = step.arguments.get("alpha")
+    alpha = 1.0 if given is None else float(given)
     sign = -1.0 if "sub" in step.call.op else 1.0
     terms = [(step["self"], 1.0), (step["other"], sign * alpha)]
     if step.call.op == "aten.rsub":
@@ -145,6 +161,8 @@ def _multiply(step: Step) -> Value:
     value, factor = (one, other) if isinstance(one, Value) else (other, one)
     sizes = torch.as_tensor(factor).double().abs()
     gain = float((1 / sizes if divided else sizes).max())
+    if math.isnan(gain):
+        raise Unbounded("a constant that it multiplies with is not a number")
     return value.times(up(gain * spread(value, step.shape)), step.shape)
 
 
@@ -172,28 +190,30 @@ def _reduce(step: Step) -> Value:
     return value.times(up(gains.get(step.call.op, 1.0)), step.shape)
 
 
-def _normalized(step: Step, count: int, weight: Any, eps: float, groups: int = 1) -> float:
+def _normalized(count: int, weight: Any, eps: float) -> float:
     """‖diag(γ)P‖/√ε ≤ max|γ|/√ε: x ↦ Px/√(var + ε) has its steepest point at var = 0."""
+    if not eps > 0:
+        raise Unbounded("a normalization with eps=0 is arbitrarily steep near constant inputs")
     gamma = 1.0 if weight is None else float(weight.abs().max())
     return 0.0 if count == 1 else up(gamma / math.sqrt(eps) * (1 + 1e-12))
 
 
 @register_rule("aten.layer_norm", "aten.native_layer_norm")
 def _layer_norm(step: Step) -> float:
-    return _normalized(step, math.prod(step["normalized_shape"]), step["weight"], step["eps"])
+    return _normalized(math.prod(step["normalized_shape"]), step["weight"], step["eps"])
 
 
 @register_rule("aten.group_norm")
 def _group_norm(step: Step) -> float:
     count = math.prod(step.shape[1:]) // step["num_groups"]
-    return _normalized(step, count, step["weight"], step["eps"])
+    return _normalized(count, step["weight"], step["eps"])
 
 
 @register_rule("aten.instance_norm")
 def _instance_norm(step: Step) -> float:
     if not step["use_input_stats"]:
         raise Unbounded("InstanceNorm with running statistics has no rule")
-    return _normalized(step, math.prod(step.shape[2:]), step["weight"], step["eps"])
+    return _normalized(math.prod(step.shape[2:]), step["weight"], step["eps"])
 
 
 @register_rule("aten.scaled_dot_product_attention", "aten.bmm", "aten.baddbmm")

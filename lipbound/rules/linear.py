@@ -71,9 +71,9 @@ def _matrix(step: Step) -> Value:
         return value.times(up(float(matrix.double().norm()) * (1 + 1e-12)), step.shape)
     if matrix.ndim != 2:
         raise Unbounded(f"a product with a batch of matrices, {tuple(matrix.shape)}, has no rule")
-    rows = (
-        matrix.double() if step.call.op == "aten.linear" or value is right else matrix.double().mT
-    )
+    direct = step.call.op == "aten.linear" or value is right
+    alpha = float(step.arguments.get("alpha", 1))  # of addmm
+    rows = alpha * (matrix.double() if direct else matrix.double().mT)
     conv = replace(convolution(rows.contiguous()), input_size=())
     return Value(step.shape, linear=Linear(value, conv, step.options))
 
@@ -82,10 +82,9 @@ def _matrix(step: Step) -> Value:
                "aten.cudnn_batch_norm", "aten.native_batch_norm")  # fmt: skip
 def _batch_norm(step: Step) -> Any:
     value = step["input"]
-    mean, variance = step["running_mean"], step["running_var"]
+    variance = step["running_var"]
     if step.arguments.get("training") or not isinstance(variance, Tensor):
         raise Unbounded("BatchNorm without running statistics mixes the batch; use .eval()")
-    del mean
     weight = step["weight"]
     deviation = (variance.double() + step["eps"]).sqrt()
     gains = (1 if weight is None else weight.double()) / deviation
@@ -126,8 +125,8 @@ def sum_of_linears(
             continue
         if b is anchor or (b.linear is not None and b.linear.anchor is anchor):
             mine, yours = _dense(one, first, anchor), _dense(other, second, anchor)
-            if mine is None or yours is None or one.shape != other.shape:
-                return None
+            if mine is None or yours is None or mine.ndim != yours.ndim or one.shape != other.shape:
+                return None  # mine.ndim: tokens, or an image without its batch axis
             kernel = _aligned(mine, yours)
             dims = kernel.ndim - 2
             pads = [(s - 1) // 2 for s in kernel.shape[2:]]

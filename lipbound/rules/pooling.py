@@ -27,8 +27,8 @@ def _max_pool(step: Step) -> Any:
     padding, dilation = _axes(step["padding"], dims), _axes(step["dilation"], dims)
     windows = 1
     geometry = zip(value.shape[-dims:], kernel, stride, padding, dilation, strict=True)
-    for axis, (n, k, s, p, d) in enumerate(geometry):
-        count = step.shape[axis - dims] if step.call.shape else -(-(n + 2 * p - d * (k - 1)) // s)
+    for n, k, s, p, d in geometry:
+        count = (n + 2 * p - d * (k - 1) - 1) // s + 1 + bool(step["ceil_mode"])
         seen = (np.arange(count)[:, None] * s - p + np.arange(k)[None, :] * d).ravel()
         windows *= int(np.bincount(seen[(seen >= 0) & (seen < n)], minlength=1).max())
     result = value.times(up(math.sqrt(windows)), step.call.shape)

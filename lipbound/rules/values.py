@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from lipbound.bounds import Bracket, bracket
 from lipbound.geometry import Convolution
 from lipbound.graph import Call, Reference
@@ -176,10 +174,14 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
     step = Step(call, arguments, options)
     if call.op == "getitem":
         part: Value = arguments["0"][arguments["1"]]
+        if not call.floating:
+            return Value(call.shape or (), math.inf, reason=f"integers jump ({call.module})")
         # A part of a split: its own shape decides what broadcasting does to it.
         return part if part.shape == call.shape else part.times(1.0, call.shape)
     shape = call.shape or ()
     try:
+        if not call.floating:
+            raise Unbounded("its result is no floating-point tensor, so it jumps")
         if call.op not in RULES:
             raise Unbounded(
                 f"no rule for {call.op}; add one with @lipbound.register_rule({call.op!r})"
@@ -193,15 +195,18 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
         reason = earlier[0] if earlier else f"{error} ({call.op}{' in ' if place else ''}{place})"
         result = Value(shape, math.inf, reason=reason)
         if call.shape is None:
-            result = [result] * 8  # of an operation with several results
+            result = [result] * call.results
     if isinstance(result, Value):
         result.origin = step
     return result
 
 
 def up(number: float) -> float:
-    """The next number above: a product or sum of non-negative numbers never falls short."""
-    return math.nextafter(number, math.inf)
+    """The next number above: a product or sum of non-negative numbers never falls short.
+
+    Of what is not a number (0·∞, a NaN among the constants) nothing is known: ∞.
+    """
+    return math.inf if math.isnan(number) else math.nextafter(number, math.inf)
 
 
 def root_sum(numbers: Sequence[float]) -> float:
@@ -229,8 +234,3 @@ def spread(value: Value, shape: Sequence[int]) -> float:
     """√(copies) that broadcasting to ``shape`` makes of every entry."""
     copies = math.prod(shape) / max(1, math.prod(value.shape))
     return up(math.sqrt(copies)) if copies > 1 else 1.0
-
-
-def constant_tensor(argument: Any) -> Tensor | None:
-    """The argument if it is a tensor that does not depend on the input."""
-    return argument if isinstance(argument, Tensor) else None
