@@ -177,10 +177,47 @@ what the penalty adds, as the median over rounds in which the variants take turn
 """
 
 
+def audits() -> str:
+    records = read(RECORDS / "audits-cpu.jsonl")
+    by_effort = {
+        effort: {r["network"]: r for r in records if r["effort"] == effort}
+        for effort in ("normal", "high")
+    }
+    rows = []
+    for name, normal in by_effort["normal"].items():
+        high = by_effort["high"][name]
+        rows.append([
+            name, f"{normal['log10_paper']:.2f}", f"{normal['log10_product']:.2f}",
+            f"{normal['log10_upper']:.2f}", f"{high['log10_upper']:.2f}", f"{normal['log10_lower']:.2f}",
+            f"{normal['seconds']:.0f} s", f"{high['seconds']:.0f} s",
+        ])  # fmt: skip
+    header = [
+        "network", "LipBound of each layer, multiplied", "brackets, multiplied", "graph",
+        "graph, `--effort high`", "largest Jacobian found", "time", "time, high",
+    ]  # fmt: skip
+    zoo = read(RECORDS / "audits-gpu.jsonl")
+    bounded = [r for r in zoo if not r["reason"]]
+    refused = [[r["network"], r["reason"]] for r in zoo if r["reason"]]
+    return f"""## Whole networks
+
+`python -m lipbound.experiments.audits resnet20=WEIGHTS ... [--effort high]`: bounds on the L2
+Lipschitz constant of the trained CIFAR ResNets, **as powers of ten** ({records[0]["device"]}, {records[0]["threads"]} threads,
+torch {records[0]["torch"]}). All but the Jacobian are proved. The products take BatchNorm apart; the
+graph folds it into the convolutions.
+
+{table(header, rows)}
+
+`python -m lipbound.experiments.audits --zoo --device cuda`: {len(zoo)} networks of torchvision and timm with the
+weights they start with, {min(r["seconds"] for r in zoo):.0f} to {max(r["seconds"] for r in zoo):.0f} s each ({zoo[0]["device"]}): {len(bounded)} bounded, the others refused:
+
+{table(["network", "unbounded, because"], refused)}
+"""
+
+
 def main() -> None:
     speed_figure(read(RECORDS / "speed-gpu.jsonl"), ROOT / "docs" / "speed.svg")
     page = "# Results\n\nMade by `make results` from the records in `benchmarks/records`.\n\n"
-    page += "\n".join(part() for part in (soundness, trained, speed, penalty))
+    page += "\n".join(part() for part in (soundness, trained, audits, speed, penalty))
     (ROOT / "docs" / "results.md").write_text(page)
     print("wrote docs/results.md")
 

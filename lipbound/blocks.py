@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from lipbound.bounds import brackets
+from lipbound.geometry import Layer
+from lipbound.progress import Progress, silent
 from lipbound.rules import Linear, Step, Value
 from lipbound.rules.values import up
 from lipbound.symbol import evaluate, grid, radians
@@ -300,13 +302,15 @@ class Weights:
         return kernels
 
 
-def optimised(chain: Chain, steps: int = 240, samples: int = 7) -> Weights:
+def optimised(
+    chain: Chain, steps: int = 240, samples: int = 7, progress: Progress = silent
+) -> Weights:
     """Weights that make the product small: Adam on a smooth estimate of the factors' norms."""
     weights = Weights(chain)
     parameters = [*weights.sides, *weights.inner]
     optimizer = torch.optim.Adam(parameters, 0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 0.002)
-    for step in range(steps):
+    for step in progress(range(steps), "weights"):
         powers = 3 if step < steps // 3 else 5 if step < 2 * steps // 3 else 7
         optimizer.zero_grad()
         loss = torch.stack([_estimate(k, samples, powers) for k in weights.factors()]).sum()
@@ -335,14 +339,17 @@ def _estimate(kernel: Tensor, samples: int, powers: int) -> Tensor:
 
 
 @torch.no_grad()
-def certified(chain: Chain, weights: Weights, rtol: float) -> tuple[float, Tensor]:
+def certified(
+    chain: Chain, weights: Weights, rtol: float, progress: Progress = silent
+) -> tuple[float, Tensor]:
     """A bound up to the Linear layer in the last weights' norm, and that layer's matrix there.
 
     Sound for any weights. The kernels are sums of a few hundred products in float64; what that
     rounds is bounded by their absolute values' Frobenius norm.
     """
     *kernels, head = weights.factors()
-    found = brackets({str(i): kernel for i, kernel in enumerate(kernels)}, rtol)
+    named: dict[str, Layer] = {str(i): kernel for i, kernel in enumerate(kernels)}
+    found = brackets(named, rtol, progress=progress)
     total = up(chain.start * chain.pool)
     for index, kernel in enumerate(kernels):
         size = kernel

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lipbound.modes import in_eval
 from lipbound.network import Audit
 
 
@@ -41,12 +42,8 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
     if isinstance(source, nn.Module):
         if inputs is None:
             raise ValueError("certify(model, audit) needs the inputs; or pass the logits")
-        modes = {module: module.training for module in source.modules()}
-        try:
-            source = source.eval()(inputs)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with in_eval(source):
+            source = source(inputs)
     if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[1] < 2:
         shape = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
         raise ValueError(f"logits must be (batch, classes) with two classes or more, got {shape}")

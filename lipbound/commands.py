@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +101,9 @@ def audit(
     effort: Annotated[
         str, typer.Option(help="'high': two weighted norms per residual block; minutes.")
     ] = "normal",
+    method: Annotated[
+        str, typer.Option(help="What bounds each convolution: spectral, lipbound, gram ...")
+    ] = "spectral",
     device: Annotated[str | None, typer.Option(help="Where to compute, cuda say.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     html: Annotated[
@@ -114,7 +117,6 @@ def audit(
     groups: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
 ) -> None:
     """Every layer's gain and the whole network's, certified."""
-    from lipbound import sources
     from lipbound.network import audit as run_audit
     from lipbound.network import audit_weights
     from lipbound.report import audit_json, audit_table
@@ -122,12 +124,14 @@ def audit(
     network, shape, name = _network(source, model)
     if input_shape is not None:
         shape = _shape(input_shape)
-    if network is not None:
-        network = network if device is None else _moved(network, device)
-        found = run_audit(network, shape, rtol, effort=effort)
+    how: dict[str, Any] = {"method": method, "progress": _bar}
+    if isinstance(network, dict):
+        moved = network if device is None else {k: _moved(t, device) for k, t in network.items()}
+        geometry = {"stride": stride, "dilation": dilation, "groups": groups}
+        found = audit_weights(moved, rtol, **{**how, **geometry})
     else:
-        weights = sources.read_weights(Path(source))
-        found = audit_weights(weights, rtol, stride=stride, dilation=dilation, groups=groups)
+        network = network if device is None else _moved(network, device)
+        found = run_audit(network, shape, rtol, effort=effort, **how)
     if json_:
         typer.echo(audit_json(found, name))
     else:
@@ -141,9 +145,6 @@ def audit(
 
 
 def _write_page(found: Any, name: str, path: Path) -> None:
-    from rich.console import Console
-    from rich.progress import track
-
     from lipbound.page import page
 
     try:
@@ -153,18 +154,22 @@ def _write_page(found: Any, name: str, path: Path) -> None:
         raise ValueError(
             f"the page needs an extra ({error}): pip install 'lipbound[report]'"
         ) from None
-    quiet = Console(stderr=True)
-
-    def progress(rows: Any) -> Any:
-        return track(rows, "drawing", console=quiet, transient=True, disable=not quiet.is_terminal)
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(found, name, progress), encoding="utf-8")
+    path.write_text(page(found, name, _bar), encoding="utf-8")
     typer.echo(f"wrote {path}", err=True)
 
 
+def _bar(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """A bar on a terminal's standard error, gone when done; nothing where nobody looks."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
+
+
 def _network(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | None, str]:
-    """The model to audit (``None`` for weights alone), its usual input shape, and a title."""
+    """The model to audit, or its weights alone; its usual input shape, and a title."""
     from lipbound import demo, sources
 
     if source == "demo":
@@ -179,8 +184,7 @@ def _network(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | Non
             f"try 'demo', a .safetensors or .pt file, resnet20, torchvision:NAME or timm:NAME"
         )
     if model is None:
-        sources.read_weights(path)
-        return None, None, path.name
+        return sources.read_weights(path), None, path.name
     network = sources.own_model(model)
     network = sources.factory(model) if network is None else network
     filled = sources.fill(network, sources.read_weights(path))
@@ -193,9 +197,9 @@ def _usual(name: str) -> tuple[int, ...] | None:
     return (3, 224, 224) if name.startswith(("torchvision:", "timm:")) else None
 
 
-def _moved(network: Any, device: str) -> Any:
+def _moved(what: Any, device: str) -> Any:
     try:
-        return network.to(device)
+        return what.to(device)
     except Exception as error:
         raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from None
 

@@ -35,13 +35,13 @@ def portrait_png(portrait: Portrait) -> bytes:
         bar = figure.colorbar(filled, ax=left, shrink=0.9, pad=0.03)
         bar.outline.set_visible(False)
         bar.ax.tick_params(colors=grey, labelsize=7)
-        for sign in (1, -1):
+        for sign in (1, -1) if portrait.peak else ():
             left.plot(*[sign * w for w in portrait.peak], "o", ms=7, mfc="none", mec=warm, mew=1.6)
         left.set_aspect("equal")
         left.set_yticks([-np.pi, 0, np.pi], ["−π", "0", "π"])
     else:
         left.plot(portrait.axis, portrait.heights, color=cool)
-        for sign in (1, -1):
+        for sign in (1, -1) if portrait.peak else ():
             left.axvline(sign * portrait.peak[0], color=warm, lw=1)
     left.set_xticks([-np.pi, 0, np.pi], ["−π", "0", "π"])
     left.set_title("σ₁ over all frequencies", fontsize=8, color=grey)

@@ -230,12 +230,7 @@ def _powers(
                 "method='power_iteration' runs the layers as they are; "
                 "use include_batchnorm=True, which keeps BatchNorm apart"
             )
-    modes = {module: module.training for module in model.modules()}
-    try:
-        shapes = input_shapes(model.eval(), shape)  # in training BatchNorm would learn from zeros
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    shapes = input_shapes(model, shape)
     unseen = [factors[i].name for i in indices if factors[i].name not in shapes]
     if unseen:
         raise ValueError(

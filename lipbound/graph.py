@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 
 class NotCaptured(ValueError):
@@ -74,7 +75,7 @@ class Call:
 
     def references(self) -> list[str]:
         """The earlier results it reads, in order."""
-        return [r.name for r in _flatten([*self.args, *self.kwargs.values()])]
+        return [r.name for r in _references((self.args, self.kwargs))]
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                     known[node.name] = node.meta.get("val")
             elif node.op == "output":
                 results = set(signature.user_outputs)
-                found = [r.name for r in _flatten(_resolve(node.args, known))]
+                found = [r.name for r in _references(_resolve(node.args, known))]
                 outputs = [name for name in found if name in results and name not in integers]
             elif node.op == "get_attr":
                 known[node.name] = getattr(program.graph_module, node.target)
@@ -180,14 +181,8 @@ def _resolve(argument: Any, known: dict[str, Any]) -> Any:
     return argument
 
 
-def _flatten(argument: Any) -> list[Reference]:
-    if isinstance(argument, Reference):
-        return [argument]
-    if isinstance(argument, dict):
-        argument = list(argument.values())
-    if isinstance(argument, list | tuple):
-        return [r for value in argument for r in _flatten(value)]
-    return []
+def _references(arguments: Any) -> list[Reference]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Reference)]
 
 
 def _short(line: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
 
 from lipbound.blocks import certified, find_chain, optimised
-from lipbound.bounds import Bracket, bound, bracket, brackets
-from lipbound.geometry import Convolution, convolution
+from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
+from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.graph import Call, Graph, NotCaptured, capture
 from lipbound.layers import lipschitz
+from lipbound.modes import in_eval
+from lipbound.progress import Progress, silent
 from lipbound.rules import Options, Value, follow
-from lipbound.rules.values import up
+from lipbound.rules.values import layer_bracket, up
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,10 @@ def audit(
     *,
     inputs: Tensor | None = None,
     effort: str = "normal",
+    method: str = "spectral",
     search: int = 4,
     seed: int = 0,
+    progress: Progress = silent,
 ) -> Audit:
     """Certify a network: every layer, and the whole by its graph.
 
@@ -125,8 +130,10 @@ def audit(
         inputs: A batch at which to look for large Jacobian norms; random ones without it.
         effort: ``'high'`` bounds chains of residual blocks by two weighted norms each
             (:mod:`lipbound.blocks`): minutes, and orders of magnitude.
+        method: A name in ``BOUNDS``: what bounds each convolution.
         search: How many inputs to look at for the lower bound; 0 for none.
         seed: Of the random inputs.
+        progress: Shows how far it is, see :mod:`lipbound.progress`.
 
     Returns:
         The audit; ``upper`` holds for the real-arithmetic network in eval mode, for every input.
@@ -138,10 +145,11 @@ def audit(
     """
     if effort not in ("normal", "high"):
         raise ValueError(f"effort={effort!r} is not 'normal' or 'high'")
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        layers = tuple(layer_reports(model, rtol))
+    if effort == "high" and method != "spectral":
+        raise ValueError(f"effort='high' brackets its own factors; leave out method={method!r}")
+    options = Options(rtol, effort, method)
+    with in_eval(model):
+        layers = layer_reports(model, options, progress)
         product = _product(layers)
         if input_shape is None and inputs is None:
             reason = "no input shape was given, so only the layers were read"
@@ -157,21 +165,34 @@ def audit(
             graph = capture(model, (inputs[:1],))
         except NotCaptured as error:
             return Audit(layers, math.inf, 0.0, f"layers only: {error}", (), product, shape)
-        found = compose(graph, Options(rtol, effort))
-        lower = _searched(model, inputs[:search]) if search else 0.0
-        return replace(found, layers=layers, lower=lower, product=product, input_shape=shape)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+        found = compose(graph, options, progress)
+        found = replace(found, layers=layers, product=product, input_shape=shape)
+        if not search:
+            return found
+        try:
+            return replace(found, lower=jacobian_norm(model, inputs[:search]))
+        except (NotImplementedError, RuntimeError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            said = f"no lower bound: the Jacobian could not be computed ({first[:120]})"
+            return replace(found, note="; ".join(part for part in (found.note, said) if part))
 
 
 @torch.no_grad()
-def audit_weights(weights: Mapping[str, Tensor], rtol: float = 1e-3, **geometry: int) -> Audit:
+def audit_weights(
+    weights: Mapping[str, Tensor],
+    rtol: float = 1e-3,
+    *,
+    method: str = "spectral",
+    progress: Progress = silent,
+    **geometry: int,
+) -> Audit:
     """Weights without an architecture: every tensor of three to five axes is read as a kernel.
 
     Args:
         weights: Tensors by name.
         rtol: Relative width of the brackets.
+        method: A name in ``BOUNDS``: what bounds each kernel.
+        progress: Shows how far it is, see :mod:`lipbound.progress`.
         geometry: ``stride``, ``dilation``, ``groups`` of all of them.
 
     Raises:
@@ -186,29 +207,37 @@ def audit_weights(weights: Mapping[str, Tensor], rtol: float = 1e-3, **geometry:
                 raise ValueError(f"{name}: {error}") from None
     if not kernels:
         raise ValueError(f"none of the {len(weights)} tensors is a kernel of three to five axes")
-    found = brackets(kernels, rtol)
-    layers = tuple(
-        LayerReport(name, conv, found[name], float(bound(conv, "lipbound")))
-        for name, conv in kernels.items()
-    )
+    layers = layer_reports(kernels, Options(rtol, method=method), progress)
     reason = "weights alone: without the architecture there is no network to bound"
     return Audit(layers, math.inf, 0.0, reason, (), _product(layers), None)
 
 
 @torch.no_grad()
-def layer_reports(model: nn.Module, rtol: float) -> Iterator[LayerReport]:
-    """Every convolution, Linear and BatchNorm of a model, each alone."""
-    found = brackets(model, rtol)
-    for name, layer in model.named_modules():
+def layer_reports(
+    source: nn.Module | Mapping[str, Layer], options: Options, progress: Progress = silent
+) -> tuple[LayerReport, ...]:
+    """Every convolution, Linear and BatchNorm of a model, or every given layer, each alone."""
+    if options.method not in BOUNDS:
+        raise ValueError(f"unknown bound method {options.method!r}; there are {', '.join(BOUNDS)}")
+    named = dict(source.named_modules() if isinstance(source, nn.Module) else source)
+    linear = {k: v for k, v in named.items() if isinstance(v, _ConvNd | nn.Linear | Convolution)}
+    if options.method == "spectral":
+        found = brackets(linear, options.rtol, progress=progress)
+    else:
+        items = progress(list(linear.items()), "layers")
+        found = {name: layer_bracket(layer, options) for name, layer in items}
+    reports = []
+    for name, layer in named.items():
         if isinstance(layer, _BatchNorm) and layer.running_var is not None:
             value = float(lipschitz(layer))
-            yield LayerReport(name, layer, Bracket(value, value, (), 0), None)
+            reports.append(LayerReport(name, layer, Bracket(value, value, (), 0), None))
         elif name in found:
-            paper = float(bound(layer, "lipbound")) if isinstance(layer, _ConvNd) else None
-            yield LayerReport(name, layer, found[name], paper)
+            paper = None if isinstance(layer, nn.Linear) else float(bound(layer, "lipbound"))
+            reports.append(LayerReport(name, layer, found[name], paper))
+    return tuple(reports)
 
 
-def compose(graph: Graph, options: Options) -> Audit:
+def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audit:
     """The network's bound, why it is infinite if it is, and every operation's; no layers alone.
 
     Several inputs or outputs count as one vector.
@@ -216,11 +245,10 @@ def compose(graph: Graph, options: Options) -> Audit:
     values: dict[str, Any] = {
         name: Value(shape, constant=1.0) for name, shape in graph.inputs.items()
     }
-    for call in graph.calls:
+    for call in progress(graph.calls, "graph"):
         values[call.name] = follow(call, values, options)
     steps = _kept(graph, values)
     ops = {call.name: call.op for call in graph.calls}
-    _prepare([values[call.name] for call in steps], options)
     reports = []
     for call in steps:
         value = values[call.name]
@@ -241,16 +269,18 @@ def compose(graph: Graph, options: Options) -> Audit:
     last = outputs[0].linear
     if len(outputs) == 1 and last is not None and last.conv.dims == 0:
         audit = replace(audit, features=last.anchor.lipschitz, head=last.conv.kernel)
-    return audit if options.effort == "normal" else _weighted(audit, outputs, options)
+    return audit if options.effort == "normal" else _weighted(audit, outputs, options, progress)
 
 
-def _weighted(audit: Audit, outputs: Sequence[Value], options: Options) -> Audit:
+def _weighted(
+    audit: Audit, outputs: Sequence[Value], options: Options, progress: Progress
+) -> Audit:
     """The bound by weighted blocks, where the network is a chain of them and it is smaller."""
     chain = find_chain(outputs[0]) if len(outputs) == 1 else None
     if chain is None:
         note = "effort high: the network is no chain of residual blocks, so nothing was gained"
         return replace(audit, note=note)
-    features, head = certified(chain, optimised(chain), options.rtol)
+    features, head = certified(chain, optimised(chain, progress=progress), options.rtol, progress)
     matrix = bracket(head, options.rtol)
     upper = up(features * up(matrix.upper * (1 + 2.0**-40)))
     note = f"effort high: two weighted norms for each of {len(chain.blocks)} residual blocks"
@@ -293,15 +323,6 @@ def _kept(graph: Graph, values: dict[str, Any]) -> list[Call]:
     return [call for call in single if not taken(call.name)]
 
 
-def _prepare(values: Sequence[Value], options: Options) -> None:
-    """Bracket all convolutions with zero padding in one go, equal shapes together."""
-    found = {id(v.linear): v.linear for v in values if v.linear is not None}
-    plain = {str(key): linear for key, linear in found.items() if not linear.sized}
-    results = brackets({key: linear.operator for key, linear in plain.items()}, options.rtol)
-    for key, linear in plain.items():
-        linear.bracket = results[key]
-
-
 def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: int = 0) -> float:
     """The largest ‖Jv‖, ‖v‖ = 1, that power iteration finds at the given inputs.
 
@@ -331,22 +352,8 @@ def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: 
     return float(norms.detach().max())
 
 
-def _searched(model: nn.Module, inputs: Tensor) -> float:
-    """The lower bound, or 0 where PyTorch cannot differentiate an operation forwards."""
-    try:
-        return jacobian_norm(model, inputs)
-    except (NotImplementedError, RuntimeError):
-        return 0.0
-
-
 def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, dict):
-        output = list(output.values())
-    if isinstance(output, list | tuple):
-        return [t for part in output for t in _tensors(part)]
-    return []
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _largest(value: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -14,25 +14,27 @@ from lipbound import __version__
 from lipbound.figures import portrait_png
 from lipbound.network import Audit, LayerReport
 from lipbound.portraits import portrait
+from lipbound.progress import Progress, silent
 from lipbound.report import geometry, log10, summary
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
 DRAWN = 64  # pictures at most, of the layers with the largest gain: the page stays below 2 MB
+LISTED = 1000  # layers, likewise
 
 
 def page(
     audit: Audit,
     title: str,
-    progress: Callable[[Iterable[LayerReport]], Iterable[LayerReport]] = iter,
+    progress: Progress = silent,
 ) -> str:
     """The page as text.
 
     Args:
         audit: What to show.
         title: What was audited.
-        progress: Wraps the layers while their pictures are drawn, to show how far it is.
+        progress: Shows how many pictures are drawn, see :mod:`lipbound.progress`.
     """
     from jinja2 import Environment
 
@@ -40,14 +42,16 @@ def page(
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "power": power}
     drawn = sorted(audit.layers, key=lambda row: -row.bracket.upper)
+    kept = {id(row) for row in drawn[:LISTED]}
     convolutions = [row for row in drawn if row.lipbound is not None][:DRAWN]
-    pictures = {row.name: _picture(row) for row in progress(convolutions)}
+    pictures = {row.name: _picture(row) for row in progress(convolutions, "pictures")}
     return environment.from_string(template).render(
         title=title,
         audit=audit,
         summary=summary(audit),
-        rows=_rows(audit, pictures),
-        steps=_steps(audit),
+        rows=_rows([row for row in audit.layers if id(row) in kept], pictures),
+        left_out=len(audit.layers) - len(kept),
+        steps=_steps(audit)[:LISTED],
         bounded=math.isfinite(audit.upper) and bool(audit.steps),
         upper_power=log10(audit.upper),
         lower_power=log10(audit.lower) if audit.lower > 0 else None,
@@ -74,8 +78,8 @@ def power(value: float) -> Markup:
     return Markup(f"{digits} · 10<sup>{int(exponent)}</sup>")
 
 
-def _rows(audit: Audit, pictures: dict[str, str | None]) -> list[dict[str, Any]]:
-    largest = max([row.lipbound or row.bracket.upper for row in audit.layers], default=1.0) or 1.0
+def _rows(layers: Sequence[LayerReport], pictures: dict[str, str | None]) -> list[dict[str, Any]]:
+    largest = max([row.lipbound or row.bracket.upper for row in layers], default=1.0) or 1.0
 
     def share(value: float | None) -> float:
         return 0.0 if not value else max(0.4, 100 * math.log1p(value) / math.log1p(largest))
@@ -93,7 +97,7 @@ def _rows(audit: Audit, pictures: dict[str, str | None]) -> list[dict[str, Any]]
             "evaluations": row.bracket.evaluations,
             "picture": pictures.get(row.name),
         }
-        for row in audit.layers
+        for row in layers
     ]
 
 

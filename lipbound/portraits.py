@@ -26,7 +26,7 @@ class Portrait:
         heights: σ1, ``(len(axis),)`` for one spatial axis, else ``(len(axis), len(axis))``; of
             three axes the slice through the maximizer.
         values: All singular values on the grid, sorted.
-        peak: The maximizer, one number per axis shown.
+        peak: The maximizer, one number per axis shown; empty if it is not known.
     """
 
     axis: NDArray[np.float64]
@@ -50,7 +50,8 @@ def portrait(layer: Layer, bracket: Bracket) -> Portrait | None:
     whole = np.stack(np.meshgrid(*[axis] * shown, indexing="ij"), -1).reshape(-1, shown)
     mirrored = shown == len(sizes)  # F(−ω) is the conjugate: half of it is a mirror image
     points = whole[: len(whole) // 2 + 1] if mirrored else whole
-    rest = np.broadcast_to(np.array(bracket.frequency[shown:]), (len(points), len(sizes) - shown))
+    place = bracket.frequency or (0.0,) * len(sizes)  # empty where nothing was searched
+    rest = np.broadcast_to(np.array(place[shown:]), (len(points), len(sizes) - shown))
     frequencies = torch.from_numpy(np.concatenate([points, rest], 1))
     values = torch.linalg.svdvals(evaluate(coefficients.float(), frequencies)).cpu()
     half = values.amax((0, 2)).double().numpy()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from lipbound import __version__
-from lipbound.geometry import Convolution
+from lipbound.geometry import Convolution, convolution
 from lipbound.network import Audit
 
 Record = dict[str, Any]
@@ -157,11 +157,11 @@ def geometry(layer: Any) -> str:
     """A layer in a few characters: ``16→32 3×3``, ``/2`` stride, ``·2`` dilation, ``g4`` groups."""
     if isinstance(layer, nn.Linear):
         return f"{layer.in_features}→{layer.out_features} linear"
-    if isinstance(layer, Convolution):
-        return _bare(layer)
-    if not isinstance(layer, _ConvNd):
+    if not isinstance(layer, _ConvNd | Convolution):
         return type(layer).__name__
-    parts = [f"{layer.in_channels}→{layer.out_channels}", "×".join(map(str, layer.kernel_size))]
+    layer = convolution(layer)
+    size = layer.kernel.shape[2:]
+    parts = [f"{layer.in_channels}→{layer.out_channels}", "×".join(map(str, size))]
     for mark, values in (("/", layer.stride), ("·", layer.dilation)):
         if any(value != 1 for value in values):
             parts.append(mark + "×".join(map(str, sorted(set(values)))))
@@ -172,8 +172,3 @@ def geometry(layer: Any) -> str:
     if layer.padding_mode != "zeros":
         parts.append(layer.padding_mode)
     return " ".join(parts)
-
-
-def _bare(conv: Convolution) -> str:
-    size = "×".join(map(str, conv.kernel.shape[2:]))
-    return f"{conv.in_channels}→{conv.out_channels} {size}"

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from lipbound.modes import in_eval
+
 LINEAR_LAYERS = (_ConvNd, nn.Linear, _BatchNorm)
 
 
@@ -25,7 +27,7 @@ def input_shapes(model: nn.Module, input_shape: Sequence[int]) -> dict[str, tupl
             hooks.append(layer.register_forward_pre_hook(record))
     try:
         parameter = next(model.parameters())
-        with torch.no_grad():
+        with torch.no_grad(), in_eval(model):  # in training BatchNorm would learn from zeros
             model(torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device))
     finally:
         for hook in hooks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from test_network import fitted
@@ -96,7 +98,8 @@ def test_factors_are_the_block_and_bound_every_pattern_of_slopes(stride, shortcu
 
 def test_high_effort_is_lower_and_still_above_the_jacobian(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr("lipbound.network.optimised", lambda chain: blocks.optimised(chain, 15))
+    few = partial(blocks.optimised, steps=15)
+    monkeypatch.setattr("lipbound.network.optimised", few)
     model = fitted(ResNet(8))
     shape = (3, 8, 8)
     normal, high = (audit(model, shape, search=0, effort=e) for e in ("normal", "high"))

@@ -133,6 +133,36 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
         assert (code, message in err) == (2, True), err
 
 
+def test_another_bound_for_every_layer(monkeypatch, capsys):
+    records = {}
+    for method in ("spectral", "lipbound", "gram"):
+        code, out, _ = run(monkeypatch, capsys, "audit", "demo", "--method", method, "--json")
+        assert code == 0
+        records[method] = json.loads(out)
+    for method in ("lipbound", "gram"):
+        loose, tight = records[method], records["spectral"]
+        assert loose["upper"] > tight["lower"]
+        for mine, best in zip(loose["layers"], tight["layers"], strict=True):
+            assert mine["upper"] >= best["lower"]
+            assert mine["upper"] == mine["lipbound"] or method == "gram" or not mine["lipbound"]
+    for wrong in (["--method", "guess"], ["--method", "lipbound", "--effort", "high"]):
+        code, _, err = run(monkeypatch, capsys, "audit", "demo", *wrong)
+        assert (code, err.count("\n")) == (2, 1)
+        assert wrong[1] in err
+
+
+def test_ten_thousand_tensors(monkeypatch, capsys, tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "many.safetensors"
+    save_file({f"l{i:05}": torch.full((1, 1, 3), 1.0 + i) for i in range(10_000)}, path)
+    code, out, _ = run(monkeypatch, capsys, "audit", str(path), "--json")
+    assert code == 0
+    assert [row["upper"] >= 3 * (1 + i) for i, row in enumerate(json.loads(out)["layers"])] == [
+        True
+    ] * 10_000
+
+
 def test_odd_names_are_printed_as_they_are(monkeypatch, capsys, tmp_path):
     from safetensors.torch import save_file
 

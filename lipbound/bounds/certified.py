@@ -16,6 +16,7 @@ from lipbound.bounds.finite import attained, embedding, grid_maximum
 from lipbound.bounds.rounding import UNIT, Scaled
 from lipbound.bounds.search import Search
 from lipbound.geometry import Convolution, Layer, convolution
+from lipbound.progress import Progress, silent
 from lipbound.symbol import evaluate
 
 LIMIT = 5e9  # cells at once times n³ + 1e5: a flat symbol of three axes would never end
@@ -82,16 +83,15 @@ def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> 
     """Solve problems of one shape together, as many at a time as memory allows."""
     _, rows, _, *sizes = problems[0].taps.shape
     room = max(1, LAG_BYTES // 2 // lag_bytes(rows, sizes))
-    found: list[_Found] = []
-    batch: list[_Problem] = []
-    for problem in [*problems, None]:
-        blocks = sum(len(p.taps) for p in batch)
-        if batch and (problem is None or blocks + len(problem.taps) > room):
-            found += _solve(batch, rtol, polish)
-            batch = []
-        if problem is not None:
-            batch.append(problem)
-    return found
+    batches: list[list[_Problem]] = []
+    blocks = room
+    for problem in problems:
+        blocks += len(problem.taps)
+        if blocks > room:
+            batches.append([])
+            blocks = len(problem.taps)
+        batches[-1].append(problem)
+    return [one for batch in batches for one in _solve(batch, rtol, polish)]
 
 
 def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
@@ -158,6 +158,7 @@ def brackets(
     rtol: float = 1e-3,
     *,
     device: torch.device | str | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Bracket]:
     """:func:`bracket` for every convolution and Linear layer of a network, equal shapes together.
 
@@ -165,6 +166,7 @@ def brackets(
         model: A module, or layers by name.
         rtol: Wanted upper/lower − 1.
         device: Where to compute; the weights' device by default.
+        progress: Shows how far it is, see :mod:`lipbound.progress`.
 
     Example:
         >>> list(brackets(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))))
@@ -183,7 +185,7 @@ def brackets(
         taps = problems[name].taps
         groups.setdefault((tuple(taps.shape[1:]), taps.device), []).append(name)
     found: dict[str, Bracket] = {}
-    for names in groups.values():
+    for names in progress(list(groups.values()), "layers"):
         results = _search([problems[name] for name in names], rtol)
         for name, result in zip(names, results, strict=True):
             found[name] = _finish(problems[name], result, rtol)

@@ -63,7 +63,7 @@ class Layers(nn.Module):
 
 def shapes(model: nn.Module) -> dict[str, Any]:
     """The shapes of a runnable model's layers, and the input size of each convolution."""
-    sizes = input_shapes(model.eval(), INPUT)
+    sizes = input_shapes(model, INPUT)
     modules = dict(model.named_modules())
     return {
         "convolutions": [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from lipbound.bounds.rounding import UNIT
 from lipbound.geometry import Convolution, convolution
-from lipbound.rules.values import Linear, Step, Unbounded, Value, register_rule, up
+from lipbound.rules.values import Linear, Step, Unbounded, Value, axes, register_rule, up
 
 
 @register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
@@ -37,14 +36,14 @@ def _linear(step: Step, value: Any, weight: Any, transposed: bool) -> Value:
     dims = weight.ndim - 2
     padding = step["padding"]
     options: dict[str, Any] = {
-        "stride": _axes(step["stride"], dims),
-        "dilation": _axes(step["dilation"], dims),
+        "stride": axes(step["stride"], dims),
+        "dilation": axes(step["dilation"], dims),
         "groups": step["groups"],
-        "padding": padding if isinstance(padding, str) else _axes(padding, dims),
+        "padding": padding if isinstance(padding, str) else axes(padding, dims),
         "transposed": transposed,
     }
     if transposed:
-        options["output_padding"] = _axes(step["output_padding"], dims)
+        options["output_padding"] = axes(step["output_padding"], dims)
     conv = convolution(weight.double(), **options)
     anchor = value
     if value.padding is not None and not transposed and all(p == (0, 0) for p in conv.padding):
@@ -170,8 +169,3 @@ def _aligned(one: Tensor, other: Tensor) -> Tensor:
             amounts = [(size - have) // 2, (size - have) // 2, *amounts]
         padded.append(functional.pad(kernel, amounts))
     return padded[0] + padded[1]
-
-
-def _axes(value: Any, dims: int) -> list[int]:
-    values: Sequence[int] = [value] if isinstance(value, int) else list(value)
-    return list(values) * dims if len(values) == 1 and dims > 1 else list(values)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipbound.rules.values import Step, Unbounded, Value, register_rule, up
+from lipbound.rules.values import Step, Unbounded, Value, axes, register_rule, up
 
 
 @register_rule(*[
@@ -22,9 +22,9 @@ def _max_pool(step: Step) -> Any:
     """√(the largest number of windows that see one entry)."""
     value = step.only()
     dims = 1 if "1d" in step.call.op else 2 if "2d" in step.call.op else 3
-    kernel = _axes(step["kernel_size"], dims)
-    stride = _axes(step["stride"] or kernel, dims)
-    padding, dilation = _axes(step["padding"], dims), _axes(step["dilation"], dims)
+    kernel = axes(step["kernel_size"], dims)
+    stride = axes(step["stride"] or kernel, dims)
+    padding, dilation = axes(step["padding"], dims), axes(step["dilation"], dims)
     windows = 1
     geometry = zip(value.shape[-dims:], kernel, stride, padding, dilation, strict=True)
     for n, k, s, p, d in geometry:
@@ -87,8 +87,3 @@ def _apply(step: Step, image: Tensor) -> Tensor:
     ]
     packet = getattr(torch.ops.aten, step.call.op.removeprefix("aten."))
     return getattr(packet, step.call.overload)(*arguments)
-
-
-def _axes(value: Any, dims: int) -> list[int]:
-    values = [value] if isinstance(value, int) else list(value)
-    return values * dims if len(values) == 1 else values

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lipbound.geometry import NUMPY_MODES
 from lipbound.rules.values import Step, Unbounded, Value, register_rule, root_sum, up
 
 MOVES = [
@@ -50,16 +51,14 @@ def _index_select(step: Step) -> float:
     return up(math.sqrt(int(torch.bincount(index.flatten()).max())))
 
 
-MODES = {"constant": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
-
-
 @register_rule("aten.pad", "aten.constant_pad_nd", "aten.reflection_pad1d", "aten.reflection_pad2d",
                "aten.replication_pad1d", "aten.replication_pad2d", "aten.reflection_pad3d",
                "aten.replication_pad3d")  # fmt: skip
 def pad(step: Step) -> Value:
     """√(largest number of copies of one entry), axes multiply. A convolution may undo this."""
     value = step.only()
-    mode = step.arguments.get("mode", "constant")
+    mode = step.arguments.get("mode", "zeros")
+    mode = "zeros" if mode == "constant" else mode
     for name in ("reflection", "replication"):
         if name in step.call.op:
             mode = {"reflection": "reflect", "replication": "replicate"}[name]
@@ -69,16 +68,14 @@ def pad(step: Step) -> Value:
     for size, (before, after) in zip(value.shape[-len(pairs) :], pairs, strict=True):
         gain *= _copies(size, before, after, mode)
     result = value.times(up(math.sqrt(gain)), step.shape)
-    if mode != "constant" and all(p >= 0 for pair in pairs for p in pair):
+    filled = mode == "zeros" and step.arguments.get("value")  # with something else than zeros
+    if not filled and all(p >= 0 for pair in pairs for p in pair):
         result.padding = (value, mode, pairs)
-    zero = not step.arguments.get("value")
-    if mode == "constant" and zero and all(p >= 0 for pair in pairs for p in pair):
-        result.padding = (value, "zeros", pairs)
     return result
 
 
 def _copies(size: int, before: int, after: int, mode: str) -> int:
-    if mode == "constant" or (before <= 0 and after <= 0):
+    if mode == "zeros" or (before <= 0 and after <= 0):
         return 1
     widths: Any = (max(before, 0), max(after, 0))
-    return int(np.bincount(np.pad(np.arange(size), widths, MODES[mode])).max())  # type: ignore[call-overload]
+    return int(np.bincount(np.pad(np.arange(size), widths, NUMPY_MODES[mode])).max())  # type: ignore[call-overload]

@@ -8,17 +8,32 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lipbound.bounds import Bracket, bracket
-from lipbound.geometry import Convolution
+from torch.utils._pytree import tree_leaves
+
+from lipbound.bounds import Bracket, bound, bracket
+from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.graph import Call, Reference
 
 
 @dataclass(frozen=True)
 class Options:
-    """How hard to work: the relative width of the brackets, and whether to weight blocks."""
+    """How hard to work: the layers' bound, the width of brackets, whether to weight blocks."""
 
     rtol: float = 1e-3
     effort: str = "normal"
+    method: str = "spectral"
+
+
+def layer_bracket(layer: Layer, options: Options) -> Bracket:
+    """A certified interval of one layer's norm; of another method than the bracket, from 0.
+
+    A matrix has one norm, whatever the method.
+    """
+    conv = convolution(layer)
+    if options.method == "spectral" or conv.dims == 0:
+        return bracket(conv, options.rtol)
+    upper = float(bound(conv, options.method).detach())
+    return Bracket(0.0, upper, (), 0)
 
 
 @dataclass(eq=False)
@@ -39,29 +54,19 @@ class Linear:
     options: Options
     slack: float = 0.0
 
-    @property
-    def sized(self) -> bool:
-        """Whether its norm is bounded at its input size rather than for every size."""
-        return self.conv.padding_mode != "zeros"
-
-    @property
-    def operator(self) -> Convolution:
-        """What is bounded."""
-        return self.conv if self.sized else replace(self.conv, input_size=None)
-
     @cached_property
-    def bracket(self) -> Bracket:
-        """Certified interval of its norm."""
-        return bracket(self.operator, self.options.rtol)
-
-    @property
     def norm(self) -> float:
         """A certified bound on its norm at this input size.
+
+        Zero padding is bounded for every size, which is hardly more.
 
         The factor pays for one rounding of every entry (a BatchNorm folded in), ``slack`` for
         those of a sum.
         """
-        return up(self.bracket.upper * (1 + 2.0**-40) + self.slack)
+        zeros = self.conv.padding_mode == "zeros"
+        operator = replace(self.conv, input_size=None) if zeros else self.conv
+        upper = layer_bracket(operator, self.options).upper
+        return up(upper * (1 + 2.0**-40) + self.slack)
 
 
 @dataclass(eq=False)
@@ -128,7 +133,8 @@ class Step:
 
     def inputs(self) -> list[Value]:
         """The arguments that depend on the input, in order."""
-        return _values(list(self.arguments.values()))
+        leaves = tree_leaves(list(self.arguments.values()))
+        return [leaf for leaf in leaves if isinstance(leaf, Value)]
 
     def only(self) -> Value:
         """The one argument that depends on the input."""
@@ -222,15 +228,13 @@ def _known(argument: Any, values: dict[str, Any]) -> Any:
     return argument
 
 
-def _values(argument: Any) -> list[Value]:
-    if isinstance(argument, Value):
-        return [argument]
-    if isinstance(argument, list | tuple):
-        return [v for part in argument for v in _values(part)]
-    return []
-
-
 def spread(value: Value, shape: Sequence[int]) -> float:
     """√(copies) that broadcasting to ``shape`` makes of every entry."""
     copies = math.prod(shape) / max(1, math.prod(value.shape))
     return up(math.sqrt(copies)) if copies > 1 else 1.0
+
+
+def axes(value: int | Sequence[int], dims: int) -> list[int]:
+    """One number per axis, where an operation also takes one for all."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values
