@@ -1,4 +1,4 @@
-# Two commands: `make run` (set up, audit the embedded network, write audit.html) and `make test` (set up, all tests).
+# Two commands: `make run` (set up, audit the embedded network, train every arm on digits) and `make test` (set up, all tests).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 
 run: $(STAMP)
 	$(BIN)/lipbound audit demo --html audit.html
+	$(BIN)/lipbound train --arm all --preset digits --out runs/digits --resume
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,6 +143,94 @@ def audit(
     if fail_above is not None and not worst <= fail_above:
         typer.echo(f"lipbound: {worst:.6g} is above {fail_above:g}", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Folder of the run; with several arms, of their runs.")],
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="baseline, lipreg, at, at+pm, at+lipreg, at+spectral; repeat; or all."),
+    ] = None,
+    preset: Annotated[
+        str, typer.Option(help="digits, fast, fast-wrn, paper-cifar, paper-imagenet, authors-code.")
+    ] = "digits",
+    model: Annotated[str | None, typer.Option(help="cnn, wrn-28-10, preact-resnet18 ...")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="digits, cifar10, cifar100, fashion-mnist, folder.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where the data lies.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Length of the run.")] = None,
+    penalty: Annotated[
+        str | None, typer.Option(help="lipbound, polygrid, spectral or power_iteration.")
+    ] = None,
+    penalty_weight: Annotated[float | None, typer.Option(help="λ2.")] = None,
+    fold_batchnorm: Annotated[
+        bool, typer.Option("--fold-batchnorm", help="In the penalty, into the convolution.")
+    ] = False,
+    floor: Annotated[
+        float | None, typer.Option(help="Of the penalty: log max(bound, floor).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other setting, NAME=VALUE; repeat.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Stop with a checkpoint after so many seconds.")
+    ] = None,
+    save_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints, besides every epoch's.")
+    ] = 0,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars too.")] = False,
+) -> None:
+    """Train a network: adversarially, Lipschitz-regularized, both or neither."""
+    import lipbound.experiments.packed  # noqa: F401  adds its data sets
+    from lipbound.report import TrainingView, training_table
+    from lipbound.robust.data import DATA
+    from lipbound.robust.settings import ARMS, parse, settings
+    from lipbound.robust.train import train as run_training
+
+    given = {
+        "model": model, "data": data, "epochs": epochs, "penalty": penalty, "floor": floor,
+        "penalty_weight": penalty_weight, "seed": seed,
+        "batchnorm": "folded" if fold_batchnorm else None,
+    }  # fmt: skip
+    changes = {name: value for name, value in given.items() if value is not None}
+    changes |= dict(parse(text) for text in set_ or [])
+    arms = list(ARMS) if arm == ["all"] else arm or ["at+lipreg"]
+    if len(arms) > 1:  # what one arm is about is not changed by an option for all
+        own = {
+            name: {k: v for k, v in changes.items() if k not in ARMS.get(name, {})} for name in arms
+        }
+    else:
+        own = {arms[0]: changes}
+    runs = [settings(name, preset, **own[name]) for name in arms]
+    if runs[0].data not in DATA:
+        raise ValueError(f"unknown data {runs[0].data!r}; there are {', '.join(DATA)}")
+    images = DATA[runs[0].data](folder)
+    summaries = []
+    for chosen in runs:
+        place = out if len(runs) == 1 else out / chosen.arm.replace("+", "-")
+        with TrainingView(chosen.arm, place / "tensorboard" if tensorboard else None) as view:
+            summary = run_training(
+                chosen, images, place, resume=resume, device=device, time_limit=time_limit,
+                save_every=save_every, watcher=view,
+            )  # fmt: skip
+        summaries.append(summary)
+        if summary["stopped"]:
+            break
+    if os.environ.get("RANK", "0") != "0":
+        return
+    training_table(summaries)
+    if summaries[-1]["stopped"]:
+        typer.echo(f"lipbound: {summaries[-1]['stopped']}; --resume goes on", err=True)
+        raise typer.Exit(130 if summaries[-1]["stopped"] == "interrupted" else 0)
 
 
 def _write_page(found: Any, name: str, path: Path) -> None:

@@ -11,7 +11,7 @@ sup σ1(F). Its gradient is that of Re u*F(ω)v at the vectors reached.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -73,6 +73,21 @@ class Followed:
     def total(self, log_floor: float) -> Tensor:
         return self.logs(log_floor).sum()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where the climbs stand, by layer."""
+        return {
+            f"{self.factors[layer.indices[0]].name}.{name}": tensor
+            for layer in self.layers
+            for name, tensor in layer.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for layer in self.layers:
+            prefix = f"{self.factors[layer.indices[0]].name}."
+            layer.load_state_dict(
+                {k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)}
+            )
+
     def add_grad_(self, scale: float | Tensor, log_floor: float) -> Tensor:
         with torch.enable_grad():
             total = self.total(log_floor)
@@ -126,6 +141,16 @@ class Spectral:
         values = ((batch @ right) * left).sum((1, 2))
         gains = [layer.padding_gain() for layer in self.layers]
         return values.reshape(len(self.layers), -1).amax(1) * values.new_tensor(gains)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self.state is None:
+            return {}
+        return {"frequency": self.state[0], "left": self.state[1]}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        device = self.layers[0].kernel.device
+        if state:
+            self.state = state["frequency"].to(device), state["left"].to(device)
 
     def _taps(self, index: int) -> Tensor:
         factor = self.factors[index]
@@ -210,6 +235,14 @@ class Power:
         steps = iterations if self.started else max(iterations, FIRST)
         self.started = True
         return self.iteration(steps).reshape(1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"vector": self.iteration.vector} if self.started else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            self.iteration.vector = state["vector"].to(self.iteration.vector)
+            self.started = True
 
 
 def _batches(factors: Sequence[Factor], indices: Sequence[int]) -> list[Spectral]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -139,6 +139,15 @@ class Penalty:
         up = 1 + 4 * torch.finfo(torch.float32).eps * (1 + logs.abs().cpu())  # of a float32 log
         values = (logs.cpu() / counts).exp() * (up if self.method == "lipbound" else 1.0)
         return {f.name: v for f, v in zip(self.factors, values.tolist(), strict=True)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the followed methods remember between calls; empty for the others."""
+        return self._terms.state_dict() if isinstance(self._terms, Followed) else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from where another run stood."""
+        if isinstance(self._terms, Followed):
+            self._terms.load_state_dict(state)
 
     def __repr__(self) -> str:
         return f"Penalty({len(self.factors)} factors, weight={self.weight}, {self.method!r})"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -69,6 +72,96 @@ RATIOS = {
     "sgd": "lipbound_gradient",
 }
 """Whose time is divided by which of ours."""
+
+
+class TrainingView:
+    """A bar on a terminal, a line per epoch elsewhere; also scalars for TensorBoard.
+
+    Args:
+        title: What is trained.
+        board: Folder of the TensorBoard scalars; none without it.
+    """
+
+    def __init__(self, title: str, board: Path | None = None):
+        self.title = title
+        self.console = Console(stderr=True)
+        self.bar: Progress | None = None
+        self.numbers = ""
+        self.board: Any = None
+        if board is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ValueError("--tensorboard needs: pip install tensorboard") from None
+            self.board = SummaryWriter(str(board))
+
+    def __enter__(self) -> TrainingView:
+        if self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(), console=self.console, transient=True,
+            )  # fmt: skip
+            self.bar.add_task(escape(self.title), total=None, numbers="")
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.board is not None:
+            self.board.close()
+
+    def step(self, step: int, steps: int, loss: float) -> None:
+        if self.bar is not None:
+            shown = f"loss {loss:.3f}{self.numbers}"
+            self.bar.update(self.bar.task_ids[0], completed=step, total=steps, numbers=shown)
+        if self.board is not None:
+            self.board.add_scalar("loss", loss, step)
+
+    def epoch(self, record: Record) -> None:
+        clean, robust = record["held_out_accuracy"], record["held_out_pgd_accuracy"]
+        held = "" if clean is None else f"  clean {clean:.3f}  pgd {robust:.3f}"
+        self.numbers = f"{held}  product 10^{record['log10_product']:.2f}"
+        if self.bar is None:
+            line = f"{self.title}  epoch {record['epoch']}  loss {record['loss']:.3f}"
+            print(f"{line}{self.numbers}", file=sys.stderr, flush=True)
+        if self.board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name not in ("step", "loss"):
+                    self.board.add_scalar(name, value, record["step"])
+
+    def say(self, text: str) -> None:
+        self.console.print(escape(f"lipbound: {text}"), style="yellow", soft_wrap=True)
+
+
+def training_table(summaries: Sequence[Record], console: Console | None = None) -> None:
+    """Print one line per arm: accuracies of the best and the final weights, product, time."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=120, no_color=True)
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    table.add_column("arm")
+    for heading in (
+        "best: accuracy",
+        "PGD",
+        "product",
+        "final: accuracy",
+        "PGD",
+        "product",
+        "ms/step",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in summaries:
+        if row["stopped"]:
+            table.add_row(escape(row["arm"]), f"stopped: {row['stopped']}")
+            continue
+        cells = []
+        for which in ("best", "final"):
+            found = row[which]
+            cells += [f"{100 * found[k]:.1f} %" for k in ("test_accuracy", "test_pgd_accuracy")]
+            cells.append(f"10^{found['log10_product']:.2f}")
+        table.add_row(escape(row["arm"]), *cells, f"{row['step_ms']:.1f}")
+    console.print(table)
 
 
 def audit_table(audit: Audit, title: str, console: Console | None = None) -> None:

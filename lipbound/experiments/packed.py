@@ -1,0 +1,73 @@
+"""Image sets packed as sprites of lossless WebP in ``.npz`` files, as this project's data are.
+
+Importing this adds ``packed-cifar10``, ``packed-cifar100`` and ``packed-imagenette64`` to the data
+sets ``lipbound train`` knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lipbound.robust.data import DATA, Data, in_memory
+
+
+def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Images ``(count, height, width, 3)`` and labels of one file, checked against its digest."""
+    from PIL import Image
+
+    def decode(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return np.asarray(Image.open(io.BytesIO(raw.tobytes())).convert("RGB"))
+
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+    with np.load(path, allow_pickle=False) as stored:
+        meta = json.loads(str(stored["meta"]))
+        labels = stored["labels"]
+        if "offset" in stored.files:  # one encoded image after the other
+            data, ends = stored["data"], stored["offset"]
+            heads = [stored[f"header_{i}"] for i in range(meta["headers"])]
+            which = stored["header_id"] if heads else None
+            parts = []
+            for i, (a, b) in enumerate(pairwise(ends)):
+                body = data[a:b]
+                parts.append(decode(body if which is None else np.r_[heads[which[i]], body]))
+            return np.stack(parts), labels
+        side, columns = meta["side"], meta["cols"]
+        sheets = []
+        for key in sorted(k for k in stored.files if k.startswith("chunk_")):
+            sheet = decode(stored[key])
+            rows = sheet.shape[0] // side
+            tiles = sheet.reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4)
+            sheets.append(tiles.reshape(rows * columns, side, side, 3))
+    images = np.concatenate(sheets)[: meta["n"]] * np.uint8(max(1, meta["step"]))
+    if hashlib.sha256(np.ascontiguousarray(images).tobytes()).hexdigest() != meta["sha256_pixels"]:
+        raise ValueError(f"{str(path)!r} is damaged: its pixels have another digest")
+    return images, labels
+
+
+def packed(folder: Path | None, train: list[str], test: str, crop: int) -> Data:
+    if folder is None:
+        raise ValueError(f"packed data needs --folder, where {test} lies")
+    parts = [read(folder / name) for name in train]
+    images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return in_memory((images, labels), read(folder / test), crop=crop, flip=True)
+
+
+def _cifar(name: str, folder: Path | None) -> Data:
+    train = [f"{name}_train_{part}.webp.npz" for part in "ab"]
+    return packed(folder, train, f"{name}_test.webp.npz", 4)
+
+
+DATA["packed-cifar10"] = lambda folder: _cifar("cifar10", folder)
+DATA["packed-cifar100"] = lambda folder: _cifar("cifar100", folder)
+DATA["packed-imagenette64"] = lambda folder: packed(
+    folder, ["imagenette64_train.imgs.npz"], "imagenette64_val.imgs.npz", 8
+)

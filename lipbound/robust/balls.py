@@ -1,0 +1,53 @@
+"""Sets of allowed perturbations: where to start in them, how to go up, how to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _norms(x: Tensor) -> Tensor:
+    """L2 norm of every example, shaped to divide it."""
+    return x.flatten(1).norm(dim=1).clamp_min(1e-12).reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _cube(images: Tensor, radius: float, generator: torch.Generator | None) -> Tensor:
+    return torch.empty_like(images).uniform_(-radius, radius, generator=generator)
+
+
+def _sphere(images: Tensor, radius: float, generator: torch.Generator | None) -> Tensor:
+    """Uniform in the ball: a direction, and a radius with the right density."""
+    direction = torch.empty_like(images).normal_(generator=generator)
+    count = images[0].numel()
+    share = torch.empty(len(images), device=images.device).uniform_(generator=generator)
+    length = radius * share.pow(1 / count).reshape(-1, *[1] * (images.ndim - 1))
+    return direction / _norms(direction) * length
+
+
+@dataclass(frozen=True)
+class Ball:
+    """A norm ball.
+
+    Attributes:
+        sample: ``(images, radius, generator)`` → a random perturbation inside.
+        ascend: A gradient → the direction of steepest ascent, of norm one in the ball's norm.
+        project: ``(perturbation, radius)`` → the nearest one inside.
+    """
+
+    sample: Callable[[Tensor, float, torch.Generator | None], Tensor]
+    ascend: Callable[[Tensor], Tensor]
+    project: Callable[[Tensor, float], Tensor]
+
+
+BALLS: dict[str, Ball] = {
+    "linf": Ball(_cube, torch.sign, lambda delta, radius: delta.clamp(-radius, radius)),
+    "l2": Ball(
+        _sphere,
+        lambda gradient: gradient / _norms(gradient),
+        lambda delta, radius: delta * (radius / _norms(delta)).clamp_max(1.0),
+    ),
+}
+"""Name → ball."""

@@ -1,0 +1,132 @@
+"""Checkpoints: one safetensors file each, its JSON inside, whole or not there at all.
+
+A file is written under another name, flushed to the disk and then renamed, so a run that is killed
+leaves the one before. Tensors carry a checksum; what does not match is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEY = "lipbound"
+FORMAT = 1
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and a JSON record atomically.
+
+    Raises:
+        OSError: As the system gives it, naming the file; nothing half-written stays behind.
+    """
+    from safetensors.torch import save as encode
+
+    ready = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    record = {**about, "format": FORMAT, "checksum": _checksum(ready)}
+    write(path, encode(ready, {KEY: json.dumps(record)}))
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file atomically: the whole of it, or what was there before."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise OSError(
+            f"cannot write {str(path)!r}: {reason}; what was there before stays"
+        ) from None
+
+
+def about(path: Path) -> dict[str, Any] | None:
+    """The record of a file this package wrote; ``None`` of any other."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            record = json.loads((file.metadata() or {})[KEY])
+    except Exception:
+        return None
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and record.
+
+    Raises:
+        ValueError: If the file is cut, damaged or not from here.
+    """
+    from safetensors.torch import load_file
+
+    record = about(path)
+    if record is None:
+        raise ValueError(f"{str(path)!r} is no whole checkpoint of lipbound")
+    try:
+        tensors = load_file(path)
+    except Exception as error:
+        raise ValueError(f"{str(path)!r} is no whole checkpoint: {error}") from None
+    if _checksum(tensors) != record["checksum"]:
+        raise ValueError(f"{str(path)!r} is damaged: its checksum does not match")
+    return tensors, record
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
+    return total
+
+
+class Folder:
+    """The checkpoints of one run, ``step-00000123.safetensors``, the last few of them.
+
+    Args:
+        root: Where they lie.
+        keep: How many to keep.
+    """
+
+    def __init__(self, root: Path, keep: int = 2):
+        self.root, self.keep = root, keep
+
+    def all(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.root.glob("step-*.safetensors"))
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+        save(self.root / f"step-{step:08}.safetensors", tensors, {**record, "step": step})
+        for old in self.all()[: -self.keep]:
+            old.unlink(missing_ok=True)
+        for rest in self.root.glob(".*.part"):  # of runs that were killed
+            rest.unlink(missing_ok=True)
+
+    def newest(self) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+        """The newest good one, and what was wrong with newer ones.
+
+        Raises:
+            ValueError: If there are some, but none is good.
+        """
+        wrong: list[str] = []
+        for path in reversed(self.all()):
+            try:
+                return *load(path), wrong
+            except ValueError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise ValueError(f"no good checkpoint: {'; '.join(wrong)}. Start again elsewhere")
+        return None

@@ -1,0 +1,116 @@
+"""A run's folder: its settings, checkpoints, weights and records; one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from torch import Tensor
+
+from lipbound.records import append, read
+from lipbound.robust import checkpoints
+
+
+class RunFolder:
+    """Reads for every process of a run, writes for the first of them.
+
+    Args:
+        root: The folder.
+        writes: Whether this process writes.
+    """
+
+    def __init__(self, root: Path, writes: bool = True):
+        self.root, self.writes = root, writes
+        self.checkpoints = checkpoints.Folder(root / "checkpoints")
+        self.records = root / "records.jsonl"
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> RunFolder:
+        if self.writes:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._lock = (self.root / ".lock").open("w")
+            except OSError as error:
+                raise OSError(f"cannot write in {str(self.root)!r}: {error.strerror}") from None
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self._lock.close()
+                raise ValueError(
+                    f"another run works in {str(self.root)!r}; choose another"
+                ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if self._lock is not None:
+            self._lock.close()
+
+    def open(
+        self, settings: dict[str, Any], resume: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+        """The state to go on from, if there is one.
+
+        Raises:
+            ValueError: If there is a run here and ``resume`` is not set, or it is another one.
+        """
+        path = self.root / "settings.json"
+        if self.writes and path.exists():
+            if not resume:
+                raise ValueError(
+                    f"{str(self.root)!r} holds a run already; --resume to go on, or another --out"
+                )
+            stored = json.loads(path.read_text())
+            for name in {**stored, **settings}:
+                mine, theirs = settings.get(name), stored.get(name)
+                if mine != theirs:
+                    raise ValueError(
+                        f"{str(self.root)!r} holds another run: its {name} is {theirs!r}, "
+                        f"not {mine!r}; give the same settings, or another --out"
+                    )
+        elif self.writes:
+            checkpoints.write(path, json.dumps(settings, indent=1).encode())
+        return self.checkpoints.newest()
+
+    def cut_records(self, step: int) -> None:
+        """Drop records of steps that will be done again."""
+        if self.writes and self.records.exists():
+            kept = [r for r in self._whole_records() if r["step"] <= step]
+            lines = "".join(json.dumps(r) + "\n" for r in kept)
+            checkpoints.write(self.records, lines.encode())
+
+    def _whole_records(self) -> list[dict[str, Any]]:
+        """All of them but a last line that was cut off by a kill."""
+        lines = self.records.read_text().splitlines(keepends=True)
+        whole = "".join(line for line in lines if line.endswith("\n"))
+        checkpoints.write(self.records, whole.encode())
+        return read(self.records)
+
+    def record(self, record: dict[str, Any]) -> None:
+        if self.writes:
+            append(self.records, record)
+
+    def save(self, step: int, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        if self.writes:
+            self.checkpoints.save(step, tensors, about)
+
+    def weights(self, name: str, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        if self.writes:
+            checkpoints.save(self.root / f"{name}.safetensors", tensors, about)
+
+    def load_weights(self, name: str) -> dict[str, Tensor]:
+        return checkpoints.load(self.root / f"{name}.safetensors")[0]
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary, if the run is over."""
+        path = self.root / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        if self.writes:
+            checkpoints.write(self.root / "summary.json", json.dumps(summary, indent=1).encode())

@@ -1,0 +1,83 @@
+"""One process or several that train together, as ``torchrun`` starts them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among the others.
+
+    Attributes:
+        device: Where it computes.
+        rank: Its number; 0 writes files and talks.
+        size: How many there are.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def mine(self, count: int) -> slice:
+        """This process's part of ``count`` things."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Added over all processes."""
+        if self.size > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds in some process; all get the same answer."""
+        if self.size == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def wait(self) -> None:
+        """Until all are here."""
+        self.any(False)
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite with the first process's."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
+
+@contextmanager
+def team(device: str | None = None) -> Iterator[Team]:
+    """Join the processes ``torchrun`` started, or be alone.
+
+    Args:
+        device: ``cpu`` or ``cuda``; the GPU if there is one.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(kind)
+        torch.zeros(1, device=place)
+    except Exception as error:
+        raise ValueError(f"device {kind!r}: {str(error).splitlines()[0]}") from None
+    if "LOCAL_RANK" not in os.environ:
+        yield Team(place)
+        return
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield Team(place, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,336 @@
+"""Training: it learns, stops and goes on exactly, alone or in company, and leaves nothing torn."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lipbound import bound
+from lipbound.records import read
+from lipbound.robust import checkpoints
+from lipbound.robust.data import digits, in_memory
+from lipbound.robust.settings import ARMS, settings
+from lipbound.robust.team import Team
+from lipbound.robust.train import Run, load_model, train
+
+SMALL = {"batch": 16, "attack": 2, "check": 40, "check_attack": 2, "radius": 0.1}
+
+
+def blobs(count: int = 160, channels: int = 1, seed: int = 0):
+    """Images of four kinds that a small network tells apart."""
+    draw = np.random.default_rng(seed)
+    labels = draw.integers(0, 4, count)
+    images = draw.integers(0, 90, (count, 8, 8, channels), np.uint8)
+    for index, label in enumerate(labels):
+        images[index, 4 * (label // 2) :, 4 * (label % 2) :][:4, :4] += 120
+    cut = 3 * count // 4
+    return in_memory((images[:cut], labels[:cut]), (images[cut:], labels[cut:]), crop=1)
+
+
+def chosen(arm: str = "at+lipreg", **changes):
+    small = {k: v for k, v in SMALL.items() if k not in ARMS[arm]}
+    return settings(arm, **{"epochs": 3, **small, **changes})
+
+
+def equal(one: Path, other: Path) -> bool:
+    mine, yours = (checkpoints.load(p)[0] for p in (one, other))
+    return mine.keys() == yours.keys() and all(torch.equal(mine[k], yours[k]) for k in mine)
+
+
+EXACT = {
+    **{arm: {"arm": arm} for arm in ARMS},
+    "ema, dropout": {"model": "wrn-10-1", "ema": 0.9, "dropout": 0.3, "arm": "at"},
+    "folded, floor": {"batchnorm": "folded", "floor": 1.0, "attack_mode": "train"},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, name):
+    wanted = chosen(**EXACT[name])
+    data = blobs(channels=3)
+    whole = train(wanted, data, tmp_path / "whole", device="cpu")
+    part = train(wanted, data, tmp_path / "part", device="cpu", time_limit=0)
+    assert part["stopped"] == "time limit"
+    run = Run(wanted, data, Team(torch.device("cpu")))
+    for _ in range(run.per_epoch + 2):  # into the second epoch
+        run.advance()
+    folder = checkpoints.Folder(tmp_path / "part" / "checkpoints")
+    folder.save(run.step, *run.state())
+    again = train(wanted, data, tmp_path / "part", device="cpu", resume=True)
+    for file in ("final", f"checkpoints/step-{whole['steps']:08}"):
+        assert equal(*(tmp_path / d / f"{file}.safetensors" for d in ("whole", "part")))
+    assert again["final"] == whole["final"]
+    assert train(wanted, data, tmp_path / "part", resume=True) == again, "a finished run is told"
+
+
+def test_penalty_state_goes_on_too():
+    data = blobs(channels=3)
+    for arm in ("at+pm", "at+spectral"):
+        run = Run(chosen(arm), data, Team(torch.device("cpu")))
+        run.advance()
+        state = run.penalty.state_dict()
+        assert state
+        other = Run(chosen(arm), data, Team(torch.device("cpu")))
+        other.load(run.state()[0], {**run.state()[1], "step": 1})
+        with torch.no_grad():
+            assert other.penalty() == run.penalty()
+
+
+WORKER = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from test_train import blobs, chosen
+from lipbound.robust.train import train
+train(chosen({arm!r}, **{changes!r}), blobs(channels=3), Path({out!r}), resume=True, device="cpu",
+      save_every={save})
+"""
+
+
+def worker(tmp_path, out: Path, arm: str = "at+lipreg", save: int = 2, **changes) -> Path:
+    path = tmp_path / f"{out.name}.py"
+    tests = str(Path(__file__).parent)
+    path.write_text(WORKER.format(tests=tests, arm=arm, out=str(out), save=save, changes=changes))
+    return path
+
+
+def test_killed_and_resumed(tmp_path):
+    script = worker(tmp_path, tmp_path / "killed", epochs=40)
+    process = subprocess.Popen([sys.executable, str(script)])
+    saved = tmp_path / "killed" / "checkpoints"
+    while len(list(saved.glob("step-*"))) < 2:  # it has begun to write
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    subprocess.run([sys.executable, str(script)], check=True)
+    whole = worker(tmp_path, tmp_path / "whole", epochs=40)
+    subprocess.run([sys.executable, str(whole)], check=True)
+    assert equal(*(tmp_path / d / "final.safetensors" for d in ("killed", "whole")))
+    drop = ("seconds", "step_ms")
+    one, other = (
+        [
+            {k: v for k, v in r.items() if k not in drop}
+            for r in read(tmp_path / d / "records.jsonl")
+        ]
+        for d in ("killed", "whole")
+    )
+    assert one == other
+    assert len(one) == 40
+
+
+def torchrun(script: Path, count: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count),
+            "--master-port", str(20000 + os.getpid() % 20000), str(script)]  # fmt: skip
+
+
+def test_two_processes_are_one(tmp_path):
+    options = {"model": "cnn-plain", "lr": 0.05}
+    for count, name in ((1, "one"), (2, "two")):
+        script = worker(tmp_path, tmp_path / name, save=0, **options)
+        run = [sys.executable, str(script)] if count == 1 else torchrun(script, count)
+        subprocess.run(run, check=True, capture_output=True, timeout=300)
+    one, two = (read(tmp_path / d / "records.jsonl") for d in ("one", "two"))
+    for mine, yours in zip(one, two, strict=True):
+        for key in ("loss", "penalty", "log10_product", "train_accuracy"):
+            assert mine[key] == pytest.approx(yours[key], rel=1e-4, abs=1e-5)
+    mine, yours = (checkpoints.load(tmp_path / d / "final.safetensors")[0] for d in ("one", "two"))
+    for name in mine:
+        torch.testing.assert_close(mine[name], yours[name], rtol=1e-3, atol=1e-4)
+
+
+def test_one_of_two_dies(tmp_path):
+    script = worker(tmp_path, tmp_path / "run", epochs=10_000)
+    process = subprocess.Popen(
+        torchrun(script, 2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    saved = tmp_path / "run" / "checkpoints"
+    while len(list(saved.glob("step-*"))) < 2:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    assert process.wait(timeout=120) != 0
+    process.stdout.close()
+    tensors, about, wrong = checkpoints.Folder(saved).newest()
+    assert tensors
+    assert about["step"] > 0
+    assert not wrong
+
+
+def test_asked_to_stop(tmp_path):
+    script = worker(tmp_path, tmp_path / "run", epochs=10_000, save=0)
+    process = subprocess.Popen([sys.executable, str(script)])
+    while not (tmp_path / "run" / "records.jsonl").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    state = checkpoints.Folder(tmp_path / "run" / "checkpoints").newest()
+    assert state is not None
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    wanted, data = chosen("baseline"), blobs()
+    whole = train(wanted, data, tmp_path / "run", device="cpu")
+    (tmp_path / "run" / "summary.json").unlink()
+    paths = checkpoints.Folder(tmp_path / "run" / "checkpoints").all()
+    good = paths[-1].read_bytes()
+
+    heard: list[str] = []
+
+    class Ear:
+        def step(self, *_):
+            pass
+
+        epoch = step
+
+        def say(self, text):
+            heard.append(text)
+
+    flipped = bytearray(good)
+    flipped[-3] ^= 1
+    for bad in (good[:1000], b"", bytes(flipped), b"not a checkpoint"):
+        paths[-1].write_bytes(bad)
+        again = train(wanted, data, tmp_path / "run", device="cpu", resume=True, watcher=Ear())
+        assert again["final"] == whole["final"]
+        assert f"{paths[-1].name!r}"[1:-1] in heard[-1]
+        (tmp_path / "run" / "summary.json").unlink()
+    for path in paths:
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no good checkpoint"):
+        train(wanted, data, tmp_path / "run", device="cpu", resume=True)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    folder = checkpoints.Folder(tmp_path)
+    folder.save(1, {"a": torch.ones(3)}, {})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device; what was there before stays"):
+        folder.save(2, {"a": torch.zeros(3)}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.safetensors"]
+    assert torch.equal(folder.newest()[0]["a"], torch.ones(3))
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    wanted, data = chosen("baseline", epochs=1), blobs()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot write in"):
+        train(wanted, data, tmp_path / "file" / "run", device="cpu")
+    train(wanted, data, tmp_path / "run", device="cpu")
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(wanted, data, tmp_path / "run", device="cpu")
+    with pytest.raises(ValueError, match="its epochs is 1, not 2"):
+        train(chosen("baseline", epochs=2), data, tmp_path / "run", device="cpu", resume=True)
+    from lipbound.robust.folder import RunFolder
+
+    with RunFolder(tmp_path / "run"), pytest.raises(ValueError, match="another run works in"):
+        train(wanted, data, tmp_path / "run", device="cpu", resume=True)
+
+
+def test_checkpoints_keep_every_kind_of_tensor(tmp_path):
+    tensors = {"half": torch.randn(3).bfloat16(), "scalar": torch.tensor(2), "none": torch.zeros(0)}
+    checkpoints.save(tmp_path / "x.safetensors", tensors, {"note": "ü"})
+    found, about = checkpoints.load(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[k], tensors[k]) for k in tensors)
+    assert about["note"] == "ü"
+
+
+def test_weights_build_their_network(tmp_path):
+    data = blobs(channels=3)
+    summary = train(chosen("at"), data, tmp_path, device="cpu")
+    model, shape = load_model(tmp_path / "best.safetensors")
+    assert shape == (3, 8, 8)
+    images, labels = data.test.load(torch.arange(len(data.test)))
+    right = (model(images.float() / 255).argmax(1) == labels).float().mean()
+    assert float(right) == pytest.approx(summary["best"]["test_accuracy"], abs=1e-6)
+    with pytest.raises(ValueError, match="is a checkpoint"):
+        load_model(next((tmp_path / "checkpoints").glob("step-*")))
+
+
+def test_the_product_falls_while_the_network_learns(tmp_path):
+    data = blobs(400, channels=3)
+    options = {"epochs": 12, "model": "cnn-plain", "lr": 0.05, "radius": 0.03}
+    plain = train(chosen("at", **options), data, tmp_path / "plain", device="cpu")
+    held = train(
+        chosen("at+lipreg", penalty_weight=0.1, **options), data, tmp_path / "held", device="cpu"
+    )
+    assert held["final"]["log10_product"] < plain["final"]["log10_product"] - 0.3
+    products = [r["log10_product"] for r in read(tmp_path / "held" / "records.jsonl")]
+    assert products[-1] < max(products)
+    assert held["final"]["test_accuracy"] > 0.9
+
+
+def test_each_convolution_feels_the_same_pull():
+    """⟨θ, ∇ log bound⟩ = 1 by homogeneity: λ2 for every convolution, whatever its size."""
+    data = blobs(channels=3)
+    run = Run(chosen("at+lipreg", penalty_weight=0.3), data, Team(torch.device("cpu")))
+    run.penalty.add_grad_()
+    for factor in run.penalty.factors:
+        weight = factor.layer.weight
+        if weight.ndim == 4:
+            assert float((weight.grad * weight).sum().detach()) == pytest.approx(0.3, rel=1e-4)
+
+
+def test_the_log_collapses_without_batchnorm_and_the_floor_does_not(tmp_path):
+    """log bound has no minimum: at λ2 = 0.1 its pull beats that of a loss that learns slowly."""
+    pytest.importorskip("sklearn", reason="scikit-learn's digits")
+    norms, accuracy = {}, {}
+    for floor in (0.0, 1.0):
+        wanted = settings(
+            "at+lipreg", "digits", model="cnn-plain", penalty_weight=0.1, floor=floor, lr=0.1,
+            attack=3, step=0.4, check=40, check_attack=1,
+        )  # fmt: skip
+        found = train(wanted, digits(), tmp_path / str(floor), device="cpu")
+        model, _ = load_model(tmp_path / str(floor) / "final.safetensors")
+        layers = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+        norms[floor] = max(float(bound(layer).detach()) for layer in layers)
+        accuracy[floor] = found["final"]["test_accuracy"]
+    assert norms[0.0] < 0.2
+    assert accuracy[0.0] < 0.3
+    assert norms[1.0] > 1
+    assert accuracy[1.0] > 0.8
+
+
+def test_a_loss_that_explodes_is_said(tmp_path):
+    wanted = chosen("baseline", lr=1e12, model="cnn-plain", schedule="constant")
+    with pytest.raises(FloatingPointError, match="lower lr=1e"):
+        train(wanted, blobs(), tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "resnet19"}, "unknown model 'resnet19'"),
+        ({"batch": 1000}, "batch=1000 is more than"),
+        ({"dropout": 0.3}, "cnn takes no dropout"),
+        ({"sync_batchnorm": True}, "needs GPUs"),
+    ],
+)
+def test_wrong_runs_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(chosen("at", **changes), blobs(), tmp_path, device="cpu")
+
+
+def test_summary_and_settings_are_json(tmp_path):
+    summary = train(chosen("at", epochs=1), blobs(), tmp_path, device="cpu")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert json.loads((tmp_path / "settings.json").read_text())["epochs"] == 1
