@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
+from test_train import blobs, chosen
 from torch import nn
 
 import lipbound
 from lipbound import Penalty
 from lipbound.kernels import plain
 from lipbound.robust.models import WideResNet
+from lipbound.robust.train import load_model, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -161,3 +163,19 @@ def test_compiled():
     torch.compile(lambda: penalty())().backward()
     _, gradients = twin(penalty)
     assert_gradients(network, gradients, 1e-3)
+
+
+@pytest.mark.parametrize("arm", ["at+lipreg", "at+spectral", "at+pm"])
+def test_training_and_going_on(tmp_path, arm):
+    wanted = chosen(arm, model="wrn-10-1", precision="bfloat16", ema=0.9, compile=arm[-1] == "g")
+    data = blobs(channels=3)
+    whole = train(wanted, data, tmp_path / "whole", device="cuda")
+    assert whole["final"]["test_accuracy"] > 0.3
+    part = train(wanted, data, tmp_path / "part", device="cuda", time_limit=0)
+    assert part["stopped"]
+    again = train(wanted, data, tmp_path / "part", device="cuda", resume=True)
+    assert again["final"]["log10_product"] == pytest.approx(
+        whole["final"]["log10_product"], abs=0.05
+    )
+    model, shape = load_model(tmp_path / "part" / "final.safetensors")
+    assert model(torch.zeros(2, *shape)).shape == (2, 4)

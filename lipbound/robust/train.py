@@ -140,7 +140,7 @@ class Run:
             weight_decay=chosen.weight_decay,
             fused=who.device.type == "cuda",
         )
-        self.penalty = _penalty(chosen, self.model, data)
+        self.penalty = penalty_of(chosen, self.model, data)
         self.gauge = Penalty(self.model, 1.0)
         count = min(len(data.train), chosen.first or len(data.train))
         held = round(chosen.held_out * count)
@@ -461,7 +461,8 @@ def load_model(path: Path) -> tuple[nn.Module, tuple[int, ...]]:
     return model.eval(), shape
 
 
-def _penalty(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None:
+def penalty_of(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None:
+    """The penalty of the settings, if they have one."""
     if not chosen.penalty:
         return None
     batchnorm: dict[str, bool | str] = {"apart": True, "folded": "folded", "left out": False}
