@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
 from lipbound.certificates import certify
+from lipbound.constrain import constrain, unconstrain
 from lipbound.estimates import ESTIMATES, PowerIteration, estimate
 from lipbound.geometry import Convolution, convolution
 from lipbound.layers import lipschitz
@@ -30,10 +31,12 @@ __all__ = [
     "bracket",
     "brackets",
     "certify",
+    "constrain",
     "convolution",
     "estimate",
     "exact",
     "lipschitz",
     "register_rule",
     "symbol",
+    "unconstrain",
 ]

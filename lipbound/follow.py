@@ -107,57 +107,42 @@ def add_autograd_(model: nn.Module, outputs: Sequence[Tensor], gradients: Sequen
             leaf.grad = part if leaf.grad is None else leaf.grad.add_(part)
 
 
-class Spectral:
-    """Equal-shaped layers: their frequencies ω ``(batch, axes)`` and vectors u ``(batch, rows)``.
+State = tuple[Tensor, Tensor]
+"""Where a climb stands: frequencies ω ``(batch, axes)`` and vectors u ``(batch, rows, 2)``."""
 
-    The batch runs over layers and groups; u is kept as real and imaginary part, since the taps
-    are real.
+
+class Climb:
+    """Climbs to σ1 of symbols of one shape; u is kept as real and imaginary part.
+
+    Args:
+        shape: Of one symbol's taps, ``(rows, columns, *sizes)``.
+        seed: Of the random start.
     """
 
-    def __init__(self, factors: Sequence[Factor], indices: Sequence[int], seed: int = 0):
-        self.indices = list(indices)
-        self.factors = [factors[i] for i in indices]
-        self.layers = [convolution(f.layer) for f in self.factors]
-        shape = taps(self.layers[0]).shape
-        self.groups, self.rows, self.columns, *self.sizes = shape
+    def __init__(self, shape: Sequence[int], seed: int = 0):
+        self.rows, self.columns, *self.sizes = shape
         samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
         self.grid = radians(grid(samples), samples)  # (P, D)
         self.half = radians(grid(samples, half=True), samples)
         self.taps = positions(self.sizes).double()  # (T, D)
         self.seed = seed
-        self.state: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, iterations: int) -> Tensor:
-        """Climb, and return the layers' values, differentiable."""
-        batch = torch.stack([self._taps(i) for i in range(len(self.factors))])
+    def __call__(self, batch: Tensor, state: State | None, iterations: int) -> tuple[Tensor, State]:
+        """The values ``(batch,)``, differentiable in the real taps, and where they were found.
+
+        Args:
+            batch: Taps, ``(batch, rows, columns, *sizes)``.
+            state: Where to begin; a longer first climb without it.
+            iterations: How many rounds.
+        """
         batch = batch.reshape(-1, self.rows, self.columns * len(self.taps))
         with torch.no_grad():
-            if self.state is None or self.state[0].device != batch.device:
-                self.state = self._start(batch)
+            if state is None or state[0].device != batch.device:
+                state = self._start(batch)
                 iterations = max(iterations, FIRST)
             for _ in range(iterations):
-                self.state, right = self._climb(batch.detach(), *self.state)
-        _, left = self.state
-        values = ((batch @ right) * left).sum((1, 2))
-        gains = [layer.padding_gain() for layer in self.layers]
-        return values.reshape(len(self.layers), -1).amax(1) * values.new_tensor(gains)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        if self.state is None:
-            return {}
-        return {"frequency": self.state[0], "left": self.state[1]}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        device = self.layers[0].kernel.device
-        if state:
-            self.state = state["frequency"].to(device), state["left"].to(device)
-
-    def _taps(self, index: int) -> Tensor:
-        factor = self.factors[index]
-        weight = plain.working(factor.weight())
-        if factor.norm is not None:
-            weight = weight * plain.norm_gains(factor).reshape(-1, *[1] * (weight.ndim - 1))
-        return taps(replace(self.layers[index], kernel=weight))
+                state, right = self._climb(batch.detach(), *state)
+        return ((batch @ right) * state[1]).sum((1, 2)), state
 
     def _start(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """A short power iteration at every point of the grid; the highest of them starts.
@@ -221,6 +206,41 @@ class Spectral:
         """e^{ih·ω}, ``(..., axes)`` → ``(..., taps)``."""
         angle = frequency @ self.taps.to(frequency.device).mT
         return torch.polar(torch.ones_like(angle), angle)
+
+
+class Spectral:
+    """Equal-shaped layers of a network, followed together; the batch runs over their groups."""
+
+    def __init__(self, factors: Sequence[Factor], indices: Sequence[int]):
+        self.indices = list(indices)
+        self.factors = [factors[i] for i in indices]
+        self.layers = [convolution(f.layer) for f in self.factors]
+        self.climb = Climb(taps(self.layers[0]).shape[1:])
+        self.state: State | None = None
+
+    def __call__(self, iterations: int) -> Tensor:
+        """Climb, and return the layers' values, differentiable."""
+        batch = torch.cat([self._taps(i) for i in range(len(self.factors))])
+        values, self.state = self.climb(batch, self.state, iterations)
+        gains = [layer.padding_gain() for layer in self.layers]
+        return values.reshape(len(self.layers), -1).amax(1) * values.new_tensor(gains)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self.state is None:
+            return {}
+        return {"frequency": self.state[0], "left": self.state[1]}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        device = self.layers[0].kernel.device
+        if state:
+            self.state = state["frequency"].to(device), state["left"].to(device)
+
+    def _taps(self, index: int) -> Tensor:
+        factor = self.factors[index]
+        weight = plain.working(factor.weight())
+        if factor.norm is not None:
+            weight = weight * plain.norm_gains(factor).reshape(-1, *[1] * (weight.ndim - 1))
+        return taps(replace(self.layers[index], kernel=weight))
 
 
 class Power:

@@ -1,0 +1,164 @@
+"""constrain: never above the limit where it promises that, close to it while training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import LAYERS, build
+from torch import nn
+from torch.nn.utils import parametrize
+
+from lipbound import BOUNDS, bracket, constrain, exact, unconstrain
+from lipbound.robust.models import SmallCNN
+
+
+def free(layer: nn.Module) -> nn.Parameter:
+    return layer.parametrizations.weight.original
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_kind_keeps_the_limit(name):
+    layer, size = build(name), LAYERS[name]["size"]
+    with torch.no_grad():
+        layer.weight *= 5
+    kept = layer.weight.detach().clone()
+    constrain(layer, 0.7)
+    torch.testing.assert_close(free(layer), kept, rtol=0, atol=0)
+    layer.eval()
+    assert exact(layer, size) <= 0.7 * (1 + 1e-6)
+    assert 0.7 * 0.99 / 4 <= bracket(layer).upper <= 0.7 * (1 + 1e-6)
+    unconstrain(layer)
+    assert type(layer.weight) is nn.Parameter
+    assert bracket(layer).upper <= 0.7 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", BOUNDS)
+def test_every_method_and_dtype(method, dtype):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 6, 3, stride=2, padding=1).to(dtype)
+    with torch.no_grad():
+        layer.weight *= 4
+    unconstrain(constrain(layer, 1.0, method))
+    assert layer.weight.dtype == dtype
+    found = bracket(layer)
+    assert found.lower <= 1 + 1e-6
+    assert found.upper <= 1 + (1e-6 if method == "spectral" else 1e-3)
+    assert found.upper > (0.97 if method == "spectral" else 0.2), "not stricter than it must be"
+
+
+def test_small_layers_and_zeros_are_left_alone():
+    for gain in (0.0, 1e-3):
+        layer = nn.Conv2d(3, 3, 3)
+        with torch.no_grad():
+            layer.weight *= gain
+        before = layer.weight.detach().clone()
+        constrain(layer, 1.0)
+        layer(torch.randn(1, 3, 5, 5)).sum().backward()
+        assert torch.equal(layer.weight.detach(), before)
+        assert torch.isfinite(free(layer).grad).all()
+        assert torch.equal(unconstrain(layer).weight.detach(), before)
+
+
+def test_training_stays_close_and_its_gradient_is_that_of_the_scaled_weight():
+    torch.manual_seed(0)
+    layer = constrain(nn.Conv2d(3, 8, 5, stride=2, padding=2), 1.0)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.05)
+    target = torch.randn(4, 8, 8, 8)
+    images = torch.randn(4, 3, 16, 16)
+    for _ in range(40):
+        optimizer.zero_grad()
+        (layer(images) - target).square().mean().backward()
+        optimizer.step()
+    assert bracket(layer).upper < 1.02
+    assert bracket(layer).lower > 0.97
+    # K/σ(K) does not change with K's size: no gradient along K.
+    optimizer.zero_grad()
+    (layer(images) - target).square().mean().backward()
+    gradient = free(layer).grad
+    along = (gradient * free(layer)).sum() / gradient.norm() / free(layer).norm()
+    assert abs(float(along.detach())) < 1e-3
+
+
+def test_gradient_against_finite_differences():
+    torch.manual_seed(0)
+    layer = constrain(nn.Conv2d(2, 3, 3).double(), 0.5)
+    for _ in range(60):
+        _ = layer.weight  # let the climb arrive
+    probe = torch.randn_like(layer.weight)
+
+    def value(weight):
+        return (layer.parametrizations.weight[0](weight) * probe).sum()
+
+    weight = free(layer).detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(value(weight), weight)
+    direction = torch.randn_like(weight)
+    step = 1e-5
+    with torch.no_grad():
+        around = [value(weight + s * step * direction) for s in (1, -1) for _ in range(30)]
+    slope = (around[29] - around[59]) / (2 * step)
+    assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-3)
+
+
+def test_whole_model_states_copies_and_later_changes():
+    torch.manual_seed(0)
+    model = constrain(SmallCNN(inputs=3), 1.0)
+    with pytest.raises(ValueError, match="parametrized already"):
+        constrain(model)
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert all(parametrize.is_parametrized(m) for m in layers)
+    twin = copy.deepcopy(model)
+    other = constrain(SmallCNN(inputs=3), 1.0)
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 8, 8)
+    for each in (model, twin, other):
+        each.eval()
+    torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(model(x), other(x))
+    with torch.no_grad():
+        free(layers[0]).mul_(100)  # weights that change in eval mode are certified anew
+    assert bracket(layers[0]).upper <= 1 + 1e-6
+    fresh = constrain(SmallCNN(inputs=3), 1.0).eval()
+    fresh.load_state_dict(
+        {k: 3 * v if "original" in k else v for k, v in twin.state_dict().items()}
+    )
+    assert all(bracket(m).upper <= 1 + 1e-6 for m in fresh.modules() if isinstance(m, nn.Conv2d))
+
+
+def test_compile_export_autocast_and_inference():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    with torch.no_grad():
+        model[0].weight *= 9
+    constrain(model, 1.0)
+    x = torch.randn(2, 3, 8, 8)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(20):
+            model(x)
+    assert bracket(model[0]).upper < 1.01, "the climb does not run in bfloat16"
+    model.eval()
+    with torch.inference_mode():
+        expected = model(x)
+    torch.testing.assert_close(model(x), expected)
+    model(x).sum().backward()
+    exported = torch.export.export(model, (x,))
+    torch.testing.assert_close(exported.module()(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: constrain(nn.ReLU()), "has no convolution"),
+        (lambda: constrain(nn.Conv2d(1, 1, 1), 0.0), "norm=0.0 must be positive"),
+        (lambda: constrain(nn.Conv2d(1, 1, 1), 1.0, "guess"), "unknown bound method 'guess'"),
+    ],
+)
+def test_wrong_use_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
