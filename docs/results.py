@@ -214,10 +214,38 @@ weights they start with, {min(r["seconds"] for r in zoo):.0f} to {max(r["seconds
 """
 
 
+def training() -> str:
+    steps = read(RECORDS / "training-step.jsonl")
+    arms = list(steps[0]["ratio_to_at"])
+    rows = [
+        [
+            f"{r['network']}, batch {r['batch']}",
+            f"{r['milliseconds']['at']:.1f} ms",
+            f"{r['epoch_seconds']:.1f} s",
+            *(f"{r['ratio_to_at'][arm]:.3f}" for arm in arms[1:]),
+        ]
+        for r in steps
+    ]
+    killed = json.loads((RECORDS / "kills.json").read_text())
+    return f"""## Training
+
+`python benchmarks/training_step.py`: one step of the trainer (PGD-{steps[0]["pgd_iterations"]}, bfloat16, `torch.compile`,
+{steps[0]["device"]}, torch {steps[0]["torch"]}); an epoch is 50,000 images. The other arms as ratios to plain adversarial
+training (`at`), medians over rounds in which the arms take turns.
+
+{table(["network", "step, `at`", "epoch", *(f"`{arm}`" for arm in arms[1:])], rows)}
+
+`at+pm` is the paper's power method with ten iterations; `at+spectral` follows σ1 of every layer.
+
+`python -m lipbound.experiments.kills`: a run killed (SIGKILL) {killed["kills"]} times at random moments and resumed;
+against one left alone {len(killed["different"])} tensors of its weights and state differ. ({killed["device"]}, torch {killed["torch"]}.)
+"""
+
+
 def main() -> None:
     speed_figure(read(RECORDS / "speed-gpu.jsonl"), ROOT / "docs" / "speed.svg")
     page = "# Results\n\nMade by `make results` from the records in `benchmarks/records`.\n\n"
-    page += "\n".join(part() for part in (soundness, trained, audits, speed, penalty))
+    page += "\n".join(part() for part in (soundness, trained, audits, speed, penalty, training))
     (ROOT / "docs" / "results.md").write_text(page)
     print("wrote docs/results.md")
 

@@ -273,7 +273,8 @@ def _network(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | Non
             f"try 'demo', a .safetensors or .pt file, resnet20, torchvision:NAME or timm:NAME"
         )
     if model is None:
-        return sources.read_weights(path), None, path.name
+        trained = sources.trained(path)
+        return trained or (sources.read_weights(path), None, path.name)
     network = sources.own_model(model)
     network = sources.factory(model) if network is None else network
     filled = sources.fill(network, sources.read_weights(path))

@@ -63,11 +63,12 @@ class Constrained(nn.Module):
             self.register_buffer("left", state[1])
 
     def forward(self, weight: Tensor) -> Tensor:
-        self._seen = (weight,)
+        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        if not traced:
+            self._seen = (weight,)
         if self.training:
             with torch.autocast(weight.device.type, enabled=False):
                 return weight * (self.norm / self._estimate(weight)).clamp_max(1.0).to(weight.dtype)
-        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
         if not traced and self._certified != _stamp(weight):
             self._certify(weight)
         return weight * self.scale.to(weight.dtype)

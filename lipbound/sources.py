@@ -49,6 +49,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:
+    """The network ``lipbound train`` wrote to this file, its input shape and a title."""
+    from lipbound.robust import checkpoints
+    from lipbound.robust.train import load_model
+
+    about = checkpoints.about(path) if path.suffix in SAFE and path.is_file() else None
+    if about is None or "classes" not in about:
+        return None
+    chosen = about["settings"]
+    return *load_model(path), f"{chosen['model']}, {chosen['arm']}, {path.name}"
+
+
 def own_model(name: str) -> nn.Module | None:
     """One of this package's networks, or of torchvision's or timm's; ``None`` if it is no name."""
     from lipbound.robust.models import MODELS

@@ -163,6 +163,36 @@ def test_ten_thousand_tensors(monkeypatch, capsys, tmp_path):
     ] * 10_000
 
 
+def test_train_resume_and_audit_what_came_out(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("sklearn", reason="scikit-learn's digits")
+    out = tmp_path / "run"
+    arguments = ["train", "--out", str(out), "--epochs", "1", "--device", "cpu"]
+    code, _, err = run(monkeypatch, capsys, *arguments, "--time-limit", "0")
+    assert (code, "--resume goes on" in err) == (0, True)
+    code, table, err = run(monkeypatch, capsys, *arguments, "--resume")
+    assert code == 0
+    assert "at+lipreg  epoch 1  loss" in err
+    assert "ms/step" in table
+    code, out_again, _ = run(monkeypatch, capsys, *arguments, "--resume")
+    assert (code, out_again) == (0, table), "a finished run is only told"
+    code, found, _ = run(monkeypatch, capsys, "audit", str(out / "best.safetensors"), "--json")
+    record = json.loads(found)
+    assert (code, record["source"]) == (0, "cnn, at+lipreg, best.safetensors")
+    assert record["lower"] <= record["upper"]
+    for wrong, message in (
+        ([], "holds a run already"),
+        (["--resume", "--seed", "5"], "its seed is 0, not 5"),
+        (["--arm", "att"], "did you mean 'at'"),
+        (["--preset", "papers"], "unknown preset"),
+        (["--data", "mnist"], "unknown data 'mnist'"),
+        (["--set", "epoch=3"], "did you mean 'epochs'"),
+        (["--data", "cifar10"], "needs --folder"),
+        (["--device", "abacus"], "device 'abacus'"),
+    ):
+        code, _, err = run(monkeypatch, capsys, *arguments, *wrong)
+        assert (code, err.count("\n"), message in err) == (2, 1, True), err
+
+
 def test_odd_names_are_printed_as_they_are(monkeypatch, capsys, tmp_path):
     from safetensors.torch import save_file
 
