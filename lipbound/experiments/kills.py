@@ -37,15 +37,24 @@ def kills(count: int, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
     """The record; ``different`` lists what was not equal."""
     draw = random.Random(seed)
     start = time.perf_counter()
-    subprocess.run(command(folder / "whole", epochs), check=True, capture_output=True)
-    alone = time.perf_counter() - start
-    steps = []
+    process = subprocess.Popen(
+        command(folder / "whole", epochs), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    begun = 0.0
+    while process.poll() is None:
+        if not begun and list(folder.glob("whole/checkpoints/step-*")):
+            begun = time.perf_counter() - start
+        time.sleep(0.01)
+    if process.returncode:
+        raise RuntimeError(f"the run left alone ended with {process.returncode}")
+    share = (time.perf_counter() - start - begun) / count  # of the training, for each kill
+    steps: list[int] = []
     for _ in range(count):
         process = subprocess.Popen(
             command(folder / "killed", epochs), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            process.wait(draw.uniform(0.3, 1.0) * alone)
+            process.wait(begun + draw.uniform(-0.5, 1.5) * share)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

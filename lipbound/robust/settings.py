@@ -52,6 +52,7 @@ class Settings:
         check_attack: Steps of PGD there, and on the test set at the end.
         precision: ``float32`` or ``bfloat16`` (autocast).
         compile: ``torch.compile`` of the attack's and the training graph.
+        cuda_graphs: Replay the attack as one graph, on a GPU.
         sync_batchnorm: One BatchNorm over all processes (GPUs only).
         seed: Of weights, order, augmentation and attacks.
     """
@@ -92,6 +93,7 @@ class Settings:
     check_attack: int = 10
     precision: str = "float32"
     compile: bool = False
+    cuda_graphs: bool = True
     sync_batchnorm: bool = False
     seed: int = 0
 

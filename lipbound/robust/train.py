@@ -28,6 +28,7 @@ from lipbound.robust.balls import BALLS
 from lipbound.robust.data import Data, Memory, Split, moved, moves
 from lipbound.robust.folder import RunFolder
 from lipbound.robust.models import MODELS, normalized
+from lipbound.robust.replay import Replay
 from lipbound.robust.settings import Settings, as_dict, from_dict
 from lipbound.robust.team import Team, team
 
@@ -166,6 +167,7 @@ class Run:
             for model in (self.model, self.average):
                 if model is not None:
                     model.compile(dynamic=False)
+        self.replay = Replay() if chosen.cuda_graphs and who.device.type == "cuda" else None
         # The attack's gradients stay at home; only the loss's are averaged over the processes.
         self.whole = self.model if who.size == 1 else DistributedDataParallel(self.model)
         self.shown = 0.0
@@ -384,13 +386,23 @@ class Run:
             like = torch.empty_like(like, memory_format=torch.contiguous_format)
             start = BALLS[chosen.ball].sample(like, chosen.radius, draw)[who.mine(len(like))]
         training = model.training
-        model.train(place is None and chosen.attack_mode == "train")
-        with _frozen(model), self._autocast():
-            attacked = pgd(
-                model, images, labels,
-                radius=chosen.radius, step=chosen.step * chosen.radius, iterations=steps,
-                ball=chosen.ball, start=start,
-            )  # fmt: skip
+        mode = place is None and chosen.attack_mode == "train"
+
+        def attack(images: Tensor, labels: Tensor, start: Tensor | None = None) -> Tensor:
+            with _frozen(model), self._autocast():
+                return pgd(
+                    model, images, labels,
+                    radius=chosen.radius, step=chosen.step * chosen.radius, iterations=steps,
+                    ball=chosen.ball, start=start,
+                )  # fmt: skip
+
+        model.train(mode)
+        inputs = [images, labels] if start is None else [images, labels, start]
+        if self.replay is not None:
+            key = (model is self.average, mode, steps)
+            attacked = self.replay(key, attack, inputs, model.buffers() if mode else ())
+        else:
+            attacked = attack(*inputs)
         model.train(training)
         return attacked
 
