@@ -92,7 +92,7 @@ class TrainingView:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise ValueError("--tensorboard needs: pip install tensorboard") from None
+                raise ValueError("--tensorboard needs: pip install 'lipbound[train]'") from None
             self.board = SummaryWriter(str(board))
 
     def __enter__(self) -> TrainingView:
@@ -140,7 +140,7 @@ def training_table(summaries: Sequence[Record], console: Console | None = None) 
     if not console.is_terminal:
         console = Console(width=120, no_color=True)
     table = Table(header_style="bold", box=None, pad_edge=False)
-    table.add_column("arm")
+    table.add_column("\narm", no_wrap=True)
     for heading in (
         "best: accuracy",
         "PGD",

@@ -169,8 +169,9 @@ def test_train_resume_and_audit_what_came_out(monkeypatch, capsys, tmp_path):
     arguments = ["train", "--out", str(out), "--epochs", "1", "--device", "cpu"]
     code, _, err = run(monkeypatch, capsys, *arguments, "--time-limit", "0")
     assert (code, "--resume goes on" in err) == (0, True)
-    code, table, err = run(monkeypatch, capsys, *arguments, "--resume")
+    code, table, err = run(monkeypatch, capsys, *arguments, "--resume", "--tensorboard")
     assert code == 0
+    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
     assert "at+lipreg  epoch 1  loss" in err
     assert "ms/step" in table
     code, out_again, _ = run(monkeypatch, capsys, *arguments, "--resume")
