@@ -141,19 +141,12 @@ def training_table(summaries: Sequence[Record], console: Console | None = None) 
         console = Console(width=120, no_color=True)
     table = Table(header_style="bold", box=None, pad_edge=False)
     table.add_column("\narm", no_wrap=True)
-    for heading in (
-        "best: accuracy",
-        "PGD",
-        "product",
-        "final: accuracy",
-        "PGD",
-        "product",
-        "ms/step",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for which in ("best", "final"):
+        for heading in (f"{which}\naccuracy", "\nPGD", "\nproduct"):
+            table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("\nms/step", justify="right", no_wrap=True)
     for row in summaries:
         if row["stopped"]:
-            table.add_row(escape(row["arm"]), f"stopped: {row['stopped']}")
             continue
         cells = []
         for which in ("best", "final"):
