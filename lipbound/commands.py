@@ -233,6 +233,103 @@ def train(
         raise typer.Exit(130 if summaries[-1]["stopped"] == "interrupted" else 0)
 
 
+@app.command()
+def attack(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="best.safetensors or final.safetensors of a training run.")
+    ],
+    attacks: Annotated[
+        list[str] | None,
+        typer.Option("--attack", help="pgd, cw, cw-projected, autoattack; repeat."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="The run's own by default.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where the data lies.")] = None,
+    count: Annotated[int, typer.Option(help="Test images; 0 for all.")] = 1000,
+    ball: Annotated[str, typer.Option(help="linf or l2.")] = "linf",
+    radius: Annotated[float | None, typer.Option(help="The run's own by default.")] = None,
+    iterations: Annotated[int, typer.Option(help="Of PGD.")] = 200,
+    restarts: Annotated[int, typer.Option(help="Of PGD.")] = 10,
+    l2_radius: Annotated[
+        list[float] | None, typer.Option(help="Where Carlini & Wagner counts; repeat. 0.6, 0.8.")
+    ] = None,
+    jacobians: Annotated[int, typer.Option(help="Images at which to measure the Jacobian.")] = 100,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Audit the network, for certified accuracies.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 500,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Append the record to JSON lines.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves here, .svg or .png.")] = None,
+) -> None:
+    """Accuracy under attack, with intervals and doubts."""
+    import json
+
+    import torch
+
+    import lipbound.experiments.packed  # noqa: F401  adds its data sets
+    from lipbound import __version__
+    from lipbound.network import audit as run_audit
+    from lipbound.records import append
+    from lipbound.report import attack_table
+    from lipbound.robust import checkpoints
+    from lipbound.robust.balls import BALLS
+    from lipbound.robust.data import DATA
+    from lipbound.robust.evaluate import Plan, evaluate
+    from lipbound.robust.team import team
+    from lipbound.robust.train import load_model
+
+    if not checkpoint.is_file():
+        raise ValueError(f"there is no file {str(checkpoint)!r}")
+    if ball not in BALLS:
+        raise ValueError(f"--ball {ball!r} is not one of {', '.join(BALLS)}")
+    about = checkpoints.about(checkpoint)
+    network, shape = load_model(checkpoint)
+    assert about is not None
+    trained = about["settings"]
+    name = data or trained["data"]
+    if name not in DATA:
+        raise ValueError(f"unknown data {name!r}; there are {', '.join(DATA)}")
+    test = DATA[name](folder).test
+    chosen = torch.arange(min(count or len(test), len(test)))
+    pixels, labels = test.load(chosen)
+    if tuple(pixels.shape[1:]) != shape:
+        raise ValueError(
+            f"{name} has images of {tuple(pixels.shape[1:])}, the network takes {shape}"
+        )
+    plan = Plan(
+        tuple(attacks or ["pgd"]), ball, radius or trained["radius"], iterations=iterations,
+        restarts=restarts, radii=tuple(l2_radius or (0.6, 0.8)), batch=batch, seed=seed,
+    )  # fmt: skip
+    with team(device) as who:
+        network = network.to(who.device)
+        found = run_audit(network, shape) if certify else None
+        record = evaluate(
+            network, pixels.to(who.device).float() / 255, labels.to(who.device), plan,
+            audit=found, jacobians=min(jacobians, len(chosen)),
+            progress=lambda what: typer.echo(f"{what} ...", err=True),
+        )  # fmt: skip
+    record = {
+        "experiment": "attack", "checkpoint": checkpoint.name, "arm": trained["arm"],
+        "model": trained["model"], "data": name, "plan": vars(plan), **record,
+        "device": str(who.device), "torch": torch.__version__, "lipbound": __version__,
+    }  # fmt: skip
+    if json_:
+        typer.echo(json.dumps(record, indent=1))
+    else:
+        attack_table(record)
+    if out is not None:
+        append(out, record)
+    if plot is not None:
+        from lipbound.figures import attack_figure
+
+        attack_figure([record], plot)
+        typer.echo(f"wrote {plot}", err=True)
+
+
 def _write_page(found: Any, name: str, path: Path) -> None:
     from lipbound.page import page
 

@@ -103,3 +103,29 @@ def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
+
+
+def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accuracy against PGD's iterations and against the radius, one line per network."""
+    pyplot = _pyplot()
+    pyplot.rcParams["svg.hashsalt"] = "lipbound"
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.2, 3.2), layout="constrained")
+    for index, record in enumerate(records):
+        label, colour = f"{record['arm']}, {record['checkpoint']}", f"C{index}"
+        curve = record.get("pgd", {}).get("against_iterations", {})
+        left.plot([int(k) for k in curve], list(curve.values()), "o-", ms=3, color=colour)
+        curve = record.get("evidence", {}).get("against_radius", {})
+        points = [(0.0, record["clean"]["accuracy"]), *((float(k), v) for k, v in curve.items())]
+        right.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=label)
+    left.set_xscale("symlog", linthresh=1)
+    left.set_xlabel("iterations of PGD")
+    right.set_xlabel(f"radius, {records[0]['plan']['ball']} (PGD, 20 iterations)")
+    left.set_ylabel("accuracy")
+    for axes in (left, right):
+        axes.set_ylim(0, 1)
+        axes.grid(color="#e8e8e8")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    right.legend(frameon=False, fontsize=8)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)

@@ -157,6 +157,51 @@ def training_table(summaries: Sequence[Record], console: Console | None = None) 
     console.print(table)
 
 
+def attack_table(record: Record, console: Console | None = None) -> None:
+    """Print accuracies with their intervals, then what casts doubt on them."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=120, no_color=True)
+    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
+                  pad_edge=False)  # fmt: skip
+    table.add_column("")
+    table.add_column("accuracy", justify="right", no_wrap=True)
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    table.add_column("images", justify="right")
+
+    def row(name: str, found: Record) -> None:
+        low, high = found["interval"]
+        ends = f"{100 * low:.1f} to {100 * high:.1f} %"
+        table.add_row(name, f"{100 * found['accuracy']:.1f} %", ends, str(found["images"]))
+
+    row("clean", record["clean"])
+    plan = record["plan"]
+    for name in plan["attacks"]:
+        if "accuracy" in record[name]:
+            sized = f"{name} {plan['ball']} {plan['radius']:.4g}"
+            budget = f", {plan['iterations']}×{plan['restarts']}" if name == "pgd" else ""
+            row(sized + budget, record[name])
+        else:
+            for radius, found in record[name].items():
+                if isinstance(found, dict):
+                    row(f"{name} l2 {radius}", found)
+    for radius, found in record.get("certified", {}).items():
+        row(f"certified l2 {radius}", found)
+    console.print(table)
+    if record.get("cw", {}).get("median_norm") is not None:
+        console.print(f"median norm of Carlini & Wagner: {record['cw']['median_norm']:.4g}")
+    if "jacobian_norms" in record:
+        norms = record["jacobian_norms"]
+        console.print(
+            f"Jacobian norm: mean {norms['mean']:.3g}, largest {norms['quantiles'][-1]:.3g}"
+        )
+    for text in record.get("doubts", []):
+        console.print(escape(f"doubt: {text}"), style="yellow")
+    if "doubts" in record and not record["doubts"]:
+        console.print("no doubts: gradients, iterations, radii and a gradient-free attack agree")
+
+
 def audit_table(audit: Audit, title: str, console: Console | None = None) -> None:
     """Print one line per layer, then the network; plain text when the output is no terminal."""
     console = console or Console()

@@ -1,0 +1,281 @@
+"""Attacks as strong as the libraries', evaluations that notice when an attack failed."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from test_cli import run
+from torch import nn
+
+from lipbound import audit
+from lipbound.robust.attacks import (
+    autoattack,
+    carlini_wagner,
+    margin,
+    perturbation_norms,
+    random_search,
+    strongest_pgd,
+)
+from lipbound.robust.data import digits
+from lipbound.robust.evaluate import ATTACKS, Plan, evaluate, interval, jacobian_norms, paired
+from lipbound.robust.settings import settings
+from lipbound.robust.train import load_model, train
+
+pytest.importorskip("sklearn", reason="scikit-learn's digits")
+RADIUS = 0.15
+COUNT = 120
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A network that resists about half of the attacks, and images to attack."""
+    folder = tmp_path_factory.mktemp("run")
+    train(settings("at", "digits", epochs=6), digits(), folder, device="cpu")
+    model, _ = load_model(folder / "final.safetensors")
+    images, labels = digits().test.load(torch.arange(COUNT))
+    return model, images.float() / 255, labels, folder / "final.safetensors"
+
+
+def standard_error(share: float, count: int) -> float:
+    return math.sqrt(share * (1 - share) / count)
+
+
+def test_pgd_breaks_what_foolbox_breaks(trained):
+    foolbox = pytest.importorskip("foolbox", reason="the attacks extra")
+    model, images, labels, _ = trained
+    budget = {"radius": RADIUS, "step": RADIUS / 5, "iterations": 40}
+    ours = strongest_pgd(model, images, labels, **budget)
+    assert bool((perturbation_norms(ours.images, images, "linf") <= RADIUS * (1 + 1e-6)).all())
+    wrapped = foolbox.PyTorchModel(model, bounds=(0, 1))
+    attack = foolbox.attacks.LinfPGD(steps=40, rel_stepsize=0.2)
+    theirs = attack(wrapped, images, labels, epsilons=RADIUS)[2].float().mean()
+    share = float(ours.broken.float().mean())
+    assert 0.2 < share < 0.8
+    assert share >= float(theirs) - standard_error(share, COUNT)
+
+
+def test_pgd_with_decay_comes_up_to_apgd(trained):
+    pytest.importorskip("pyautoattack", reason="the attacks extra")
+    model, images, labels, _ = trained
+    ours = strongest_pgd(
+        model, images, labels, radius=RADIUS, step=RADIUS, iterations=25, restarts=4, decay=True
+    )
+    theirs = autoattack(model, images, labels, radius=RADIUS, attacks=["apgd-ce"])  # 100 steps
+    share = float(ours.broken.float().mean())
+    assert share >= float(theirs.broken.float().mean()) - standard_error(share, COUNT)
+    assert bool((theirs.norms <= RADIUS * (1 + 1e-5)).all())
+
+
+def test_carlini_wagner_is_as_close_as_foolboxs(trained):
+    foolbox = pytest.importorskip("foolbox", reason="the attacks extra")
+    model, images, labels, _ = trained
+    images, labels = images[:40], labels[:40]
+    ours = carlini_wagner(model, images, labels, steps=80, searches=6, lr=0.3)
+    attack = foolbox.attacks.L2CarliniWagnerAttack(
+        binary_search_steps=6, steps=80, stepsize=0.1, abort_early=False
+    )
+    wrapped = foolbox.PyTorchModel(model, bounds=(0, 1))
+    found = attack(wrapped, images, labels, epsilons=None)[0]
+    theirs = (found - images).flatten(1).norm(dim=1)
+    assert ours.norms.median() <= 1.05 * theirs.median()
+    broken = model(ours.images).argmax(1) != labels
+    assert bool((broken == ours.broken).all())
+    torch.testing.assert_close(
+        ours.norms[broken], (ours.images - images)[broken].flatten(1).norm(dim=1)
+    )
+    counts = [int((ours.norms <= r).sum()) for r in (0, 0.3, 0.6, 0.9, math.inf)]
+    assert counts == sorted(counts)
+
+
+@pytest.mark.parametrize("ball", ["linf", "l2"])
+def test_minimal_norms_of_a_linear_model(ball):
+    """Two classes, logits ±w·x/2: the distance to the boundary is |w·x|/‖w‖."""
+    torch.manual_seed(0)
+    weight = torch.randn(12)
+    images = 0.4 + 0.2 * torch.rand(10, 3, 2, 2)
+    gaps = (images.flatten(1) - 0.5) @ weight
+    labels = (gaps < 0).long()
+
+    def logits(x):
+        score = (x.flatten(1) - 0.5) @ weight
+        return torch.stack([score, -score], 1) / 2
+
+    dual = weight.abs().sum() if ball == "linf" else weight.norm()
+    distance = gaps.abs() / dual
+    if ball == "l2":
+        found = carlini_wagner(logits, images, labels, steps=300, searches=8)
+        assert bool((found.norms >= distance * (1 - 1e-4)).all())
+        assert bool((found.norms <= distance * 1.02 + 1e-3).all())
+    for share in (0.9, 1.1):
+        radius = float(distance.median()) * share
+        found = strongest_pgd(
+            logits, images, labels, radius=radius, step=radius / 4, iterations=20, ball=ball
+        )
+        assert torch.equal(found.broken, distance < radius)
+        assert bool((found.norms <= radius * (1 + 1e-5)).all())
+
+
+def test_strongest_is_the_worst_of_all_iterations_and_restarts(trained):
+    model, images, labels, _ = trained
+    options = {"radius": 0.1, "step": 0.05, "seed": 3}
+    counts = [
+        int(strongest_pgd(model, images, labels, iterations=n, restarts=r, **options).broken.sum())
+        for n, r in ((1, 1), (5, 1), (20, 1), (20, 3))
+    ]
+    assert counts == sorted(counts)
+    plain = strongest_pgd(model, images, labels, iterations=20, compact=1000, **options)
+    dropped = strongest_pgd(model, images, labels, iterations=20, compact=1, **options)
+    assert torch.equal(plain.broken, dropped.broken), "leaving the batch changes nothing"
+    assert torch.equal(plain.iteration, dropped.iteration)
+    assert bool((model(plain.images).argmax(1) != labels).eq(plain.broken).all())
+    unbroken = ~plain.broken
+    with torch.no_grad():
+        before, after = (
+            margin(model(x[unbroken]), labels[unbroken]) for x in (images, plain.images)
+        )
+    assert bool((after > before).float().mean() > 0.95)
+
+
+def test_random_search_stays_inside_and_finds_something(trained):
+    model, images, labels, _ = trained
+    for ball, radius in (("linf", RADIUS), ("l2", 0.8)):
+        found = random_search(model, images, labels, radius=radius, ball=ball, iterations=200)
+        assert bool((found.norms <= radius * (1 + 1e-5)).all())
+        assert found.images.min() >= 0
+        assert found.images.max() <= 1
+        white = strongest_pgd(
+            model, images, labels, radius=radius, step=radius / 5, iterations=40, ball=ball
+        )
+        clean = int((model(images).argmax(1) != labels).sum())
+        assert clean < int(found.broken.sum()) <= int(white.broken.sum())
+
+
+def test_jacobian_norms_are_exact(trained):
+    model, images, _, _ = trained
+    norms = jacobian_norms(model, images[:3])
+    for x, norm in zip(images, norms, strict=False):
+        jacobian = torch.autograd.functional.jacobian(model, x[None]).reshape(10, -1)
+        assert float(norm) == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=1e-4)
+    assert float(norms.max()) <= audit(model, (1, 8, 8), search=0).upper
+
+
+def test_an_honest_network_raises_no_doubt(trained):
+    model, images, labels, _ = trained
+    plan = Plan(("pgd", "cw", "cw-projected"), radius=0.1, iterations=20, restarts=2,
+                search_steps=60, searches=5)  # fmt: skip
+    found = evaluate(
+        model, images, labels, plan, audit=audit(model, (1, 8, 8), search=0), jacobians=10
+    )
+    assert found["doubts"] == []
+    assert found["pgd"]["accuracy"] <= found["clean"]["accuracy"]
+    assert found["pgd"]["not_reproduced"] == 0
+    for name in ("cw", "cw-projected"):
+        assert found[name]["0.8"]["accuracy"] <= found[name]["0.6"]["accuracy"]
+    curve = list(found["pgd"]["against_iterations"].values())
+    assert curve == sorted(curve, reverse=True)
+    shares = [c["accuracy"] for c in found["certified"].values()]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] <= found["cw"]["0.6"]["accuracy"] + 1
+    json.dumps(found)
+
+
+class Quantized(nn.Module):
+    """Rounds what goes in and what comes out of the inner network: gradients are zero."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(torch.round(x * 15) / 15)
+
+
+def test_masked_gradients_raise_doubts(trained):
+    model, images, labels, _ = trained
+    found = evaluate(Quantized(model).eval(), images, labels, Plan(radius=RADIUS, iterations=20))
+    said = " ".join(found["doubts"])
+    assert "no gradient at all" in said
+    assert "without gradients does better" in said
+    assert "however large the perturbation" in said
+
+
+class Noisy(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x + 0.1 * torch.randn_like(x))
+
+
+def test_a_random_network_raises_a_doubt(trained):
+    model, images, labels, _ = trained
+    found = evaluate(Noisy(model).eval(), images, labels, Plan(iterations=5, restarts=1))
+    assert "answers the same images differently" in " ".join(found["doubts"])
+
+
+def test_wrong_inputs_are_named(trained):
+    model, images, labels, _ = trained
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            return model(x) * math.nan
+
+    cases = [
+        (lambda: evaluate(model, images * 255, labels), "not in \\[0, 1\\]"),
+        (lambda: evaluate(model, images - 0.5, labels), "not in \\[0, 1\\]"),
+        (lambda: evaluate(model, images * math.nan, labels), "not in \\[0, 1\\]"),
+        (lambda: evaluate(model, images, labels + 5), "there are 10 classes"),
+        (lambda: evaluate(model, images, labels[:3]), "do not fit"),
+        (lambda: evaluate(Broken().eval(), images, labels), "not all finite"),
+        (lambda: evaluate(model, images, labels, Plan(("guess",))), "unknown attack 'guess'"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    model.train()
+    with pytest.raises(ValueError, match="training mode"):
+        evaluate(model, images, labels)
+    model.eval()
+
+
+def test_autoattack_names_its_extra(trained, monkeypatch):
+    model, images, labels, _ = trained
+    monkeypatch.setitem(sys.modules, "pyautoattack", None)
+    with pytest.raises(ValueError, match="lipbound\\[attacks\\]"):
+        autoattack(model, images, labels, radius=0.1)
+
+
+def test_intervals_and_pairs():
+    low, high = interval(0, 10)
+    assert low == pytest.approx(0, abs=1e-12)
+    assert 0.2 < high < 0.35
+    same = paired([True] * 5, [True] * 5)
+    assert same == {"difference": 0.0, "low": 0.0, "high": 0.0}
+    assert set(ATTACKS) == {"pgd", "cw", "cw-projected", "autoattack"}
+
+
+def test_the_command(trained, monkeypatch, capsys, tmp_path):
+    *_, path = trained
+    out, plot = tmp_path / "attacks.jsonl", tmp_path / "curves.svg"
+    arguments = ["attack", str(path), "--count", "40", "--iterations", "5", "--restarts", "1"]
+    code, table, _ = run(
+        monkeypatch, capsys, *arguments, "--out", str(out), "--plot", str(plot), "--certify"
+    )
+    assert code == 0
+    assert "pgd linf 0.1, 5×1" in table
+    assert "certified l2 0.1412" in table
+    assert json.loads(out.read_text())["arm"] == "at"
+    assert plot.exists()
+    for wrong, message in (
+        (["attack", "nowhere.safetensors"], "there is no file"),
+        ([*arguments, "--ball", "l1"], "--ball 'l1'"),
+        ([*arguments, "--attack", "guess"], "unknown attack 'guess'"),
+        ([*arguments, "--data", "fashion-mnist", "--folder", str(tmp_path)], "there is no"),
+    ):
+        code, _, err = run(monkeypatch, capsys, *wrong)
+        assert (code, message in err) == (2, True), err
