@@ -330,6 +330,30 @@ def attack(
         typer.echo(f"wrote {plot}", err=True)
 
 
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="fig1, fig2, table1, or all.")],
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(help="Trained networks' weights; repeat. The embedded network's without."),
+    ] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Seconds, to see that it works.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of records and figures.")] = Path("reproduced"),
+) -> None:
+    """Compute a figure or table of the paper anew: record, figure, report."""
+    from lipbound.experiments import reproduce as steps
+
+    names = list(steps.EXPERIMENTS) if name == "all" else [name]
+    for each in names:
+        if each not in steps.EXPERIMENTS:
+            raise ValueError(f"unknown {each!r}; there are {', '.join(steps.EXPERIMENTS)}, all")
+    for each in names:
+        record = steps.run(each, tiny, weights or [])
+        steps.save(record, out)
+        steps.write_figure(record, out / f"{each}.svg")
+        typer.echo(steps.report(record))
+
+
 def _write_page(found: Any, name: str, path: Path) -> None:
     from lipbound.page import page
 

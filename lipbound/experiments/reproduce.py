@@ -1,0 +1,83 @@
+"""Reproduce a table or figure of the paper: compute → record → report.
+
+The record holds what was measured, with the seed and the machine; the report and the figure are
+made from it and from nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lipbound import __version__
+from lipbound.experiments import fig1, fig2, table1
+
+
+class Experiment(Protocol):
+    """A module of this package."""
+
+    def compute(self, tiny: bool, weights: list[Path]) -> dict[str, Any]:
+        """The record; ``tiny`` takes seconds and shows nothing but that it works."""
+
+    def report(self, record: dict[str, Any]) -> str:
+        """Markdown."""
+
+
+EXPERIMENTS: dict[str, Any] = {"fig1": fig1, "fig2": fig2, "table1": table1}
+"""Name → module."""
+
+
+def run(name: str, tiny: bool, weights: list[Path]) -> dict[str, Any]:
+    """Compute one experiment's record."""
+    start = time.perf_counter()
+    with torch.no_grad():
+        measured = EXPERIMENTS[name].compute(tiny, weights)
+    return {
+        "experiment": name,
+        "tiny": tiny,
+        "weights": [path.name for path in weights] or ["the embedded digits CNN"],
+        **measured,
+        "seed": 0,
+        "seconds": round(time.perf_counter() - start, 1),
+        "device": f"CPU, {platform.machine()}",
+        "torch": torch.__version__,
+        "lipbound": __version__,
+    }
+
+
+def write_figure(record: dict[str, Any], path: Path) -> bool:
+    """Draw the record's figure, if it has one."""
+    from lipbound.figures import _pyplot
+
+    module = EXPERIMENTS[record["experiment"]]
+    if not hasattr(module, "figure"):
+        return False
+    pyplot = _pyplot()
+    pyplot.rcParams["svg.hashsalt"] = "lipbound"
+    made = module.figure(record, pyplot)
+    made.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(made)
+    return True
+
+
+def report(record: dict[str, Any]) -> str:
+    """The experiment as Markdown, with where it comes from."""
+    text = EXPERIMENTS[record["experiment"]].report(record)
+    tiny = " --tiny" if record["tiny"] else ""
+    origin = f"`lipbound reproduce {record['experiment']}{tiny}` on {', '.join(record['weights'])}"
+    return (
+        f"{text}\n({origin}; {record['device']}, torch {record['torch']}, seed {record['seed']}.)\n"
+    )
+
+
+def save(record: dict[str, Any], folder: Path) -> Path:
+    """Write the record as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['experiment']}.json"
+    path.write_text(json.dumps(record) + "\n")
+    return path
