@@ -236,7 +236,7 @@ def train(
 @app.command()
 def attack(
     checkpoint: Annotated[
-        Path, typer.Argument(help="best.safetensors or final.safetensors of a training run.")
+        Path, typer.Argument(help="A training run's folder, or its best or final.safetensors.")
     ],
     attacks: Annotated[
         list[str] | None,
@@ -271,62 +271,47 @@ def attack(
     import torch
 
     import lipbound.experiments.packed  # noqa: F401  adds its data sets
-    from lipbound import __version__
-    from lipbound.network import audit as run_audit
     from lipbound.records import append
     from lipbound.report import attack_table
-    from lipbound.robust import checkpoints
+    from lipbound.robust.assess import assess, networks
     from lipbound.robust.balls import BALLS
     from lipbound.robust.data import DATA
-    from lipbound.robust.evaluate import Plan, evaluate
+    from lipbound.robust.evaluate import Plan
     from lipbound.robust.team import team
-    from lipbound.robust.train import load_model
 
-    if not checkpoint.is_file():
-        raise ValueError(f"there is no file {str(checkpoint)!r}")
     if ball not in BALLS:
         raise ValueError(f"--ball {ball!r} is not one of {', '.join(BALLS)}")
-    about = checkpoints.about(checkpoint)
-    network, shape = load_model(checkpoint)
-    assert about is not None
-    trained = about["settings"]
-    name = data or trained["data"]
+    paths = networks(checkpoint)
+    trained = paths[0].settings
+    name = data or trained.data
     if name not in DATA:
         raise ValueError(f"unknown data {name!r}; there are {', '.join(DATA)}")
-    test = DATA[name](folder).test
-    chosen = torch.arange(min(count or len(test), len(test)))
-    pixels, labels = test.load(chosen)
-    if tuple(pixels.shape[1:]) != shape:
-        raise ValueError(
-            f"{name} has images of {tuple(pixels.shape[1:])}, the network takes {shape}"
-        )
     plan = Plan(
-        tuple(attacks or ["pgd"]), ball, radius or trained["radius"], iterations=iterations,
-        restarts=restarts, radii=tuple(l2_radius or (0.6, 0.8)), batch=batch, seed=seed,
+        tuple(attacks or ["pgd"]), ball, trained.radius if radius is None else radius,
+        iterations=iterations, restarts=restarts, radii=tuple(l2_radius or (0.6, 0.8)),
+        batch=batch, seed=seed,
     )  # fmt: skip
+    test = DATA[name](folder).test
+    images = test.load(torch.arange(min(count or len(test), len(test))))
+    records = []
     with team(device) as who:
-        network = network.to(who.device)
-        found = run_audit(network, shape) if certify else None
-        record = evaluate(
-            network, pixels.to(who.device).float() / 255, labels.to(who.device), plan,
-            audit=found, jacobians=min(jacobians, len(chosen)),
-            progress=lambda what: typer.echo(f"{what} ...", err=True),
-        )  # fmt: skip
-    record = {
-        "experiment": "attack", "checkpoint": checkpoint.name, "arm": trained["arm"],
-        "model": trained["model"], "data": name, "plan": vars(plan), **record,
-        "device": str(who.device), "torch": torch.__version__, "lipbound": __version__,
-    }  # fmt: skip
-    if json_:
-        typer.echo(json.dumps(record, indent=1))
-    else:
-        attack_table(record)
-    if out is not None:
-        append(out, record)
+        for path in paths:
+            other = next((p for p in paths if p is not path), None)
+            record = assess(
+                path, other, images, plan, who.device, certify=certify, jacobians=jacobians,
+                progress=lambda what: typer.echo(f"{what} ...", err=True),
+            )  # fmt: skip
+            records.append({**record, "data": name})
+            if json_:
+                typer.echo(json.dumps(records[-1], indent=1))
+            else:
+                attack_table(records[-1])
+            if out is not None:
+                append(out, records[-1])
     if plot is not None:
         from lipbound.figures import attack_figure
 
-        attack_figure([record], plot)
+        attack_figure(records, plot)
         typer.echo(f"wrote {plot}", err=True)
 
 

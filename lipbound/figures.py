@@ -106,26 +106,33 @@ def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accuracy against PGD's iterations and against the radius, one line per network."""
+    """Accuracy against PGD's iterations and the radius, Jacobian norms; one colour a network."""
     pyplot = _pyplot()
     pyplot.rcParams["svg.hashsalt"] = "lipbound"
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.2, 3.2), layout="constrained")
+    figure, places = pyplot.subplots(1, 3, figsize=(10.4, 3.2), layout="constrained")
+    left, middle, right = places
     for index, record in enumerate(records):
-        label, colour = f"{record['arm']}, {record['checkpoint']}", f"C{index}"
+        label, colour = f"{record['arm']}, {Path(record['checkpoint']).stem}", f"C{index}"
         curve = record.get("pgd", {}).get("against_iterations", {})
         left.plot([int(k) for k in curve], list(curve.values()), "o-", ms=3, color=colour)
         curve = record.get("evidence", {}).get("against_radius", {})
         points = [(0.0, record["clean"]["accuracy"]), *((float(k), v) for k, v in curve.items())]
-        right.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=label)
+        middle.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=label)
+        norms = record.get("jacobian_norms", {}).get("all", [])
+        right.hist(norms, bins=30, color=colour, alpha=0.5)
     left.set_xscale("symlog", linthresh=1)
     left.set_xlabel("iterations of PGD")
-    right.set_xlabel(f"radius, {records[0]['plan']['ball']} (PGD, 20 iterations)")
+    middle.set_xlabel(f"radius, {records[0]['plan']['ball']} (PGD, 20 iterations)")
+    right.set_xlabel("norm of the Jacobian")
+    right.set_ylabel("images")
     left.set_ylabel("accuracy")
-    for axes in (left, right):
-        axes.set_ylim(0, 1)
+    for axes in places:
         axes.grid(color="#e8e8e8")
+        axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    right.legend(frameon=False, fontsize=8)
+    for axes in (left, middle):
+        axes.set_ylim(0, 1)
+    middle.legend(frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

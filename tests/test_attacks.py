@@ -271,6 +271,10 @@ def test_the_command(trained, monkeypatch, capsys, tmp_path):
     assert "certified l2 0.1412" in table
     assert json.loads(out.read_text())["arm"] == "at"
     assert plot.exists()
+    arguments[1] = str(path.parent)  # the run: best and final, each against the other's images
+    code, records, _ = run(monkeypatch, capsys, *arguments, "--json")
+    assert code == 0
+    assert records.count('"transfer"') == 2
     for wrong, message in (
         (["attack", "nowhere.safetensors"], "there is no file"),
         ([*arguments, "--ball", "l1"], "--ball 'l1'"),

@@ -144,6 +144,7 @@ def evaluate(
     audit: Audit | None = None,
     jacobians: int = 0,
     doubts: bool = True,
+    surrogate: nn.Module | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Attack a classifier.
@@ -156,6 +157,8 @@ def evaluate(
         audit: Of the model, for certified accuracies.
         jacobians: At how many images to measure the Jacobian's norm.
         doubts: Whether to look for signs of a weak attack.
+        surrogate: Another network for the same images; its adversarial images should not break
+            this one better than its own do.
         progress: Is told what is being done.
 
     Returns:
@@ -192,11 +195,12 @@ def evaluate(
             "mean": float(norms.mean()),
             "quantiles": [float(q) for q in norms.quantile(norms.new_tensor(QUANTILES))],
             "levels": QUANTILES,
+            "all": [round(float(n), 4) for n in norms],
         }
     if doubts:
         progress("doubts")
         record["doubts"], record["evidence"] = doubt(
-            model, images, labels, plan, found.get("pgd"), logits
+            model, images, labels, plan, found.get("pgd"), logits, surrogate
         )
     return record
 
@@ -288,6 +292,7 @@ def doubt(
     plan: Plan,
     found: Found | None,
     logits: Tensor,
+    surrogate: nn.Module | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
     """Signs that the attack failed rather than that the network resisted, on at most 200 images."""
     few = slice(0, 200)
@@ -339,6 +344,15 @@ def doubt(
         said.append(
             f"an attack without gradients does better ({blind:.3f}) than the one with ({white:.3f})"
         )
+    if surrogate is not None:
+        others = {"radius": plan.radius, "step": step, "iterations": 50, "ball": plan.ball}
+        moved = standing(pgd(surrogate, x, y, **others))  # type: ignore[arg-type]
+        evidence["transfer"] = moved
+        if moved < white - error:
+            said.append(
+                f"images made for another network do better ({moved:.3f}) than those made "
+                f"for this one ({white:.3f})"
+            )
     return said, evidence
 
 

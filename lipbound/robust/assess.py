@@ -1,0 +1,111 @@
+"""From the files of a training run to records of how they stand attacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipbound import __version__
+from lipbound.network import audit
+from lipbound.robust import checkpoints
+from lipbound.robust.evaluate import Plan, evaluate
+from lipbound.robust.settings import Settings, from_dict
+from lipbound.robust.train import load_model
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network on disk.
+
+    Attributes:
+        path: Its file.
+        settings: Of the run it comes from.
+        model: In eval mode.
+        input_shape: Of one image.
+    """
+
+    path: Path
+    settings: Settings
+    model: nn.Module
+    input_shape: tuple[int, ...]
+
+
+def networks(path: Path) -> list[Trained]:
+    """The network of a file, or the best and the final one of a run's folder.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not path.exists():
+        raise ValueError(f"there is no file {str(path)!r}")
+    files = [path]
+    if path.is_dir():
+        files = [f for f in (path / "best.safetensors", path / "final.safetensors") if f.is_file()]
+        if not files:
+            raise ValueError(f"{str(path)!r} holds no best.safetensors and no final.safetensors")
+    found = []
+    for file in files:
+        model, shape = load_model(file)
+        about = checkpoints.about(file)
+        assert about is not None
+        found.append(Trained(file, from_dict(about["settings"]), model, shape))
+    return found
+
+
+def assess(
+    network: Trained,
+    other: Trained | None,
+    images: tuple[Tensor, Tensor],
+    plan: Plan,
+    device: torch.device,
+    *,
+    certify: bool = False,
+    jacobians: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """One network's record, see :func:`lipbound.robust.evaluate.evaluate`.
+
+    Args:
+        network: To be attacked.
+        other: From which adversarial images are carried over, to see whether they do better.
+        images: uint8 pixels and labels.
+        plan: What to try.
+        device: Where.
+        certify: Whether to audit the network, for certified accuracies.
+        jacobians: At how many images to measure the Jacobian's norm.
+        progress: Is told what is being done.
+    """
+    pixels, labels = images
+    if tuple(pixels.shape[1:]) != network.input_shape:
+        raise ValueError(
+            f"the images are {tuple(pixels.shape[1:])}, the network takes {network.input_shape}"
+        )
+    model = network.model.to(device)
+    if certify:
+        progress("audit")
+    record = evaluate(
+        model,
+        pixels.to(device).float() / 255,
+        labels.to(device),
+        plan,
+        audit=audit(model, network.input_shape) if certify else None,
+        jacobians=min(jacobians, len(labels)),
+        surrogate=None if other is None else other.model.to(device),
+        progress=progress,
+    )
+    return {
+        "experiment": "attack",
+        "checkpoint": network.path.name,
+        "arm": network.settings.arm,
+        "model": network.settings.model,
+        "plan": vars(plan),
+        **record,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "lipbound": __version__,
+    }
