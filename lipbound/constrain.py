@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from lipbound.bounds import BOUNDS, bound, bracket
 from lipbound.follow import Climb
-from lipbound.geometry import convolution
+from lipbound.geometry import check_kernel, convolution
 from lipbound.kernels.plain import working
 from lipbound.symbol import taps
 
@@ -52,9 +52,11 @@ class Constrained(nn.Module):
         conv = replace(conv, kernel=conv.kernel.detach())
         # The geometry alone is kept: the weight comes anew at every call.
         self.conv = replace(conv, kernel=conv.kernel[:0])
-        self.register_buffer("scale", torch.ones((), device=conv.kernel.device))
-        self._certified: tuple[int, int] | None = None  # which weight the scale is for
-        self._seen: tuple[Tensor, ...] = ()
+        self._layer = (layer,)  # in a tuple, so that it is no part of this module
+        # Neither is stored: weights that are loaded are certified anew.
+        self.register_buffer("scale", conv.kernel.new_ones(()), persistent=False)
+        self._certified: tuple[Tensor, ...] = ()  # a copy of the weight the scale is for
+        self.register_load_state_dict_post_hook(_loaded)
         if method == "spectral":
             first = taps(replace(conv, kernel=working(conv.kernel)))
             self.climb = Climb(first.shape[1:])
@@ -63,21 +65,19 @@ class Constrained(nn.Module):
             self.register_buffer("left", state[1])
 
     def forward(self, weight: Tensor) -> Tensor:
-        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-        if not traced:
-            self._seen = (weight,)
         if self.training:
             with torch.autocast(weight.device.type, enabled=False):
                 return weight * (self.norm / self._estimate(weight)).clamp_max(1.0).to(weight.dtype)
-        if not traced and self._certified != _stamp(weight):
+        if not torch.compiler.is_exporting():  # an exported graph has the number found before
             self._certify(weight)
         return weight * self.scale.to(weight.dtype)
 
     def train(self, mode: bool = True) -> Constrained:
-        """Leaving training mode certifies, so that a graph captured afterwards holds a number."""
-        if not mode and self._seen and self._certified != _stamp(self._seen[0]):
-            self._certify(self._seen[0])
-        return super().train(mode)
+        """Leaving training mode certifies, so that a graph exported afterwards holds a number."""
+        super().train(mode)
+        if not mode and parametrize.is_parametrized(self._layer[0], "weight"):
+            self._certify(self._layer[0].parametrizations["weight"].original)  # type: ignore
+        return self
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Any weight may be assigned; it is scaled when it is read."""
@@ -87,20 +87,31 @@ class Constrained(nn.Module):
         conv = replace(self.conv, kernel=working(weight))
         if self.method != "spectral":
             return bound(conv, self.method).clamp_min(1e-30)
-        start = self.frequency.clone(), self.left.clone()
+        start = self.frequency.double(), self.left.to(conv.kernel.dtype, copy=True)
         values, (frequency, left) = self.climb(taps(conv), start, 1)
         with torch.no_grad():
             self.frequency.copy_(frequency)
             self.left.copy_(left)
         return (values.amax() * conv.padding_gain()).clamp_min(1e-30)
 
+    @torch.compiler.disable  # it looks at values
     @torch.no_grad()
     def _certify(self, weight: Tensor) -> None:
-        """A scale at which the product, rounded, is proved to keep the limit."""
+        """Set the scale at which the product, rounded, is proved to keep the limit.
+
+        The weight is compared with the one certified before, entry by entry: versions do not tell
+        what fused optimizers and ``.data`` do.
+        """
+        weight = weight.detach()
+        for known in self._certified:
+            same = known.dtype == weight.dtype and known.device == weight.device
+            if same and torch.equal(known, weight):
+                return
+        check_kernel(weight)
         kind, unit = weight.dtype, torch.finfo(weight.dtype).eps
         scale = 1.0
         while True:
-            rounded = weight.detach() * torch.tensor(scale, dtype=kind, device=weight.device)
+            rounded = weight * torch.tensor(scale, dtype=kind, device=weight.device)
             conv = replace(self.conv, kernel=rounded)
             spectral = self.method == "spectral"
             upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
@@ -108,16 +119,16 @@ class Constrained(nn.Module):
                 break
             least = scale * (1 - unit)  # rounding must not stop it
             scale = float(torch.tensor(min(scale * self.norm / upper, least), dtype=kind))
-        self.scale.fill_(scale)
-        self._certified = _stamp(weight)
+        self.scale = torch.tensor(scale, dtype=torch.float64, device=weight.device)
+        self._certified = (weight.clone(),)
 
     def extra_repr(self) -> str:
         return f"norm={self.norm:g}, {self.method!r}"
 
 
-def _stamp(weight: Tensor) -> tuple[int, int]:
-    """Changes when the weight does (unless it is changed through ``.data``)."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+def _loaded(module: Constrained, incompatible: object) -> None:
+    """After ``load_state_dict``: the weight came first, with the list this belongs to."""
+    module.train(module.training)
 
 
 def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: float = 1e-3) -> M:

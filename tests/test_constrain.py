@@ -162,3 +162,70 @@ def test_compile_export_autocast_and_inference():
 def test_wrong_use_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_whatever_steps_the_weights_eval_mode_notices(kind, fused):
+    torch.manual_seed(0)
+    layer = constrain(nn.Conv2d(2, 3, 3), 1.0)
+    optimizer = kind(layer.parameters(), 0.3, fused=fused)
+    x = torch.randn(4, 2, 6, 6)
+    for _ in range(3):
+        layer.train()
+        for _ in range(4):
+            optimizer.zero_grad()
+            layer(x).square().mean().neg().backward()
+            optimizer.step()
+        layer.eval()
+        assert bracket(layer).upper <= 1 + 1e-6
+        layer(x).square().mean().neg().backward()
+        optimizer.step()  # in eval mode too
+        free(layer).data.mul_(3)
+        assert bracket(layer).upper <= 1 + 1e-6
+    compiled = torch.compile(layer, backend="eager")
+    before = compiled(x)
+    with torch.no_grad():
+        free(layer).mul_(100)
+    torch.testing.assert_close(compiled(x), before, rtol=1e-3, atol=1e-3)
+
+
+def test_loaded_weights_are_certified_before_an_export():
+    torch.manual_seed(0)
+    stored = constrain(nn.Conv2d(2, 3, 3), 1.0)
+    with torch.no_grad():
+        free(stored).mul_(20)
+    x = torch.randn(1, 2, 6, 6)
+    for assign in (False, True):
+        layer = constrain(nn.Conv2d(2, 3, 3), 1.0).eval()
+        layer.load_state_dict(stored.state_dict(), assign=assign)
+        graph = torch.export.export(layer, (x,)).module()
+        torch.testing.assert_close(graph(x), copy.deepcopy(stored).eval()(x))
+        assert bracket(layer).upper <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_models_that_are_cast_afterwards(dtype):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(2, 3, 3)
+    with torch.no_grad():
+        layer.weight *= 9
+    constrain(layer, 1.0).to(dtype)
+    layer(torch.randn(1, 2, 6, 6, dtype=dtype)).sum().backward()
+    assert bracket(layer.eval()).upper <= 1 + 1e-6
+    assert bracket(layer.float()).upper <= 1 + 1e-6
+
+
+def test_inference_mode_throughout():
+    with torch.inference_mode():
+        layer = constrain(nn.Conv2d(2, 3, 3), 1.0).eval()
+        layer.load_state_dict({k: 30 * v for k, v in layer.state_dict().items()})
+        assert bracket(layer).upper <= 1 + 1e-6
+
+
+def test_weights_that_are_no_numbers_are_named():
+    layer = constrain(nn.Conv2d(2, 3, 3), 1.0)
+    with torch.no_grad():
+        free(layer).fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        layer.eval()

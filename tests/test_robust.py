@@ -143,10 +143,15 @@ def test_learning_rates_depend_on_the_step_alone():
     [
         (lambda: settings("at+lipregg"), "did you mean 'at\\+lipreg'"),
         (lambda: settings("at", "paper"), "unknown preset 'paper'"),
-        (lambda: settings("at", penalty="spectral"), "arm 'at' has penalty=''"),
+        (lambda: settings("at", penalty="spectral"), "is not what arm 'at' is about"),
         (lambda: settings("at", epoch=3), "did you mean 'epochs'"),
         (lambda: settings("at", epochs=0), "epochs=0 must be at least 1"),
         (lambda: settings("at", lr=-1.0), "lr=-1.0 must be positive"),
+        (lambda: settings("at", attack=0), "is not what arm 'at' is about"),
+        (lambda: settings("at+lipreg", penalty=""), "is not what arm"),
+        (lambda: settings("at", attack=-3), "attack=-3 must not be negative"),
+        (lambda: settings("at+lipreg", penalty_weight=float("nan")), "penalty_weight=nan"),
+        (lambda: settings("at", ball="l7"), "ball='l7' is not one of"),
         (lambda: settings("at", schedule="sometimes"), "schedule='sometimes'"),
         (lambda: parse("epochs"), "NAME=VALUE"),
         (lambda: parse("epochs=x"), "'x' is no int"),
@@ -223,11 +228,13 @@ class Evil:
         return (print, ("executed",))
 
 
-def test_foreign_and_cut_image_files(tmp_path, capsys):
+def test_foreign_and_cut_image_files(tmp_path, capsys, monkeypatch):
     write_cifar(tmp_path, "cifar10", archive=False)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_1"
     good = batch.read_bytes()
-    for bad in (pickle.dumps({b"data": Evil()}), good[:100], b""):
+    forged = pickle.dumps({b"data": np.array([1.5]), b"labels": [0]}, protocol=2)
+    objects = pickle.dumps({b"data": np.array([None]), b"labels": [0]}, protocol=2)
+    for bad in (pickle.dumps({b"data": Evil()}), forged, objects, good[:100], b""):
         batch.write_bytes(bad)
         with pytest.raises(ValueError, match="nothing was run"):
             datasets.cifar10(tmp_path)
@@ -242,6 +249,16 @@ def test_foreign_and_cut_image_files(tmp_path, capsys):
     (tmp_path / "cut" / "cifar-10-python.tar.gz").write_bytes(gzip.compress(b"x" * 600)[:-9])
     with pytest.raises(ValueError, match="no complete archive"):
         datasets.cifar10(tmp_path / "cut")
+    (tmp_path / "bomb").mkdir()
+    with tarfile.open(tmp_path / "bomb" / "cifar-10-python.tar.gz", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("x"), io.BytesIO())
+        tar.pax_headers = {}
+        info = tarfile.TarInfo("y")
+        info.pax_headers = {"comment": "z" * 3_000_000}
+        tar.addfile(info)
+    monkeypatch.setattr(datasets, "LARGEST", 1 << 20)
+    with pytest.raises(ValueError, match="unpacks to more than"):
+        datasets.cifar10(tmp_path / "bomb")
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -262,6 +279,9 @@ def test_idx_files(tmp_path, monkeypatch):
         patch.setattr(datasets, "LARGEST", 50)
         with pytest.raises(ValueError, match="unpacks to more than"):
             datasets.fashion_mnist(tmp_path)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(images[:9])
+    with pytest.raises(ValueError, match="cut in its header"):
+        datasets.fashion_mnist(tmp_path)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(images[:-1])
     with pytest.raises(ValueError, match="is cut"):
         datasets.fashion_mnist(tmp_path)
@@ -279,13 +299,22 @@ def test_streamed_folders(tmp_path):
                 Image.fromarray(pixels).save(tmp_path / split / name / f"{i}.png")
     found = datasets.folder(tmp_path)
     found.train.workers = 0
-    images, labels = found.train.load(torch.tensor([0, 5]))
-    assert images.shape == (2, 3, 224, 224)
-    assert labels.tolist() == [0, 1]
+    images, labels = found.train.load(torch.arange(6))
+    assert images.shape == (6, 3, 224, 224)
+    assert sorted(labels.tolist()) == [0, 0, 0, 1, 1, 1]
+    assert labels.tolist() != sorted(labels.tolist()), "the first ones are of all classes"
     batches = [torch.tensor([0, 1]), torch.tensor([2, 3])]
     first, again, other = (list(found.train.stream(batches, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0][0], other[0][0])
+    plain = list(found.train.stream(batches, None))
+    assert torch.equal(plain[0][0], images[:2]), "no seed, no augmentation"
+    state = torch.get_rng_state()
+    next(found.train.stream(batches, 1))
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
+    (tmp_path / "train" / "cat" / "0.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n")
+    with pytest.raises(Exception, match="cannot identify"):
+        found.train.load(torch.arange(6))
     with pytest.raises(ValueError, match="no train and val"):
         datasets.folder(tmp_path / "train")
 

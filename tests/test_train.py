@@ -19,7 +19,7 @@ from lipbound import bound
 from lipbound.records import read
 from lipbound.robust import checkpoints
 from lipbound.robust.data import digits, in_memory
-from lipbound.robust.settings import ARMS, settings
+from lipbound.robust.settings import ARMS, as_dict, settings
 from lipbound.robust.team import Team
 from lipbound.robust.train import Run, load_model, train
 
@@ -152,6 +152,45 @@ def test_two_processes_are_one(tmp_path):
         torch.testing.assert_close(mine[name], yours[name], rtol=1e-3, atol=1e-4)
 
 
+TOGETHER = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from test_train import blobs, chosen
+from lipbound.robust.team import team
+from lipbound.robust.train import Run
+from torch import distributed as dist
+with team("cpu") as who:
+    wanted = chosen("at+lipreg", ema=0.5, batchnorm={batchnorm!r})
+    run = Run(wanted, blobs(channels=3), who)
+    for step in range(6):
+        run.advance()
+        if step == 2:
+            tensors, about = run.state()
+            tensors = {{k: t.clone() for k, t in tensors.items()}}
+    again = Run(wanted, blobs(channels=3), who)
+    again.load(tensors, {{**about, "step": 3}})
+    for _ in range(3):
+        again.advance()
+    for model in (run.model, run.average):
+        for tensor in model.state_dict().values():
+            first = tensor.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, tensor), "the processes hold different networks"
+    for one, other in zip(run.model.state_dict().values(), again.model.state_dict().values()):
+        assert torch.equal(one, other), "a resumed run went another way"
+"""
+
+
+@pytest.mark.parametrize("batchnorm", ["apart", "folded"])
+def test_processes_hold_one_network_with_batchnorm_too(tmp_path, batchnorm):
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER.format(tests=str(Path(__file__).parent), batchnorm=batchnorm))
+    done = subprocess.run(torchrun(script, 2), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_one_of_two_dies(tmp_path):
     script = worker(tmp_path, tmp_path / "run", epochs=10_000)
     process = subprocess.Popen(
@@ -204,7 +243,11 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
 
     flipped = bytearray(good)
     flipped[-3] ^= 1
-    for bad in (good[:1000], b"", bytes(flipped), b"not a checkpoint"):
+    record = good.replace(b'\\"step\\": ', b'\\"stop\\": ', 1)
+    assert record != good
+    train(chosen("baseline", seed=9), data, tmp_path / "other", device="cpu")
+    foreign = (tmp_path / "other" / "checkpoints" / paths[-1].name).read_bytes()
+    for bad in (good[:1000], b"", bytes(flipped), record, foreign, b"not a checkpoint"):
         paths[-1].write_bytes(bad)
         again = train(wanted, data, tmp_path / "run", device="cpu", resume=True, watcher=Ear())
         assert again["final"] == whole["final"]
@@ -242,6 +285,10 @@ def test_folders_that_cannot_be_used(tmp_path):
         train(chosen("baseline", epochs=2), data, tmp_path / "run", device="cpu", resume=True)
     from lipbound.robust.folder import RunFolder
 
+    (tmp_path / "run" / "settings.json").unlink()
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(wanted, data, tmp_path / "run", device="cpu")
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(as_dict(wanted)))
     with RunFolder(tmp_path / "run"), pytest.raises(ValueError, match="another run works in"):
         train(wanted, data, tmp_path / "run", device="cpu", resume=True)
 
@@ -312,8 +359,10 @@ def test_the_log_collapses_without_batchnorm_and_the_floor_does_not(tmp_path):
 
 def test_a_loss_that_explodes_is_said(tmp_path):
     wanted = chosen("baseline", lr=1e12, model="cnn-plain", schedule="constant")
-    with pytest.raises(FloatingPointError, match="lower lr=1e"):
-        train(wanted, blobs(), tmp_path, device="cpu")
+    with pytest.raises(FloatingPointError, match="with less than lr=1e"):
+        train(wanted, blobs(), tmp_path, device="cpu", save_every=1)
+    for path in checkpoints.Folder(tmp_path / "checkpoints").all():
+        assert all(t.isfinite().all() for t in checkpoints.load(path)[0].values())
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lipbound.robust.data import DATA, Data, in_memory
+from lipbound.robust.data import DATA, FORMATS, Data, in_memory
 
 
 def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Images ``(count, height, width, 3)`` and labels of one file, checked against its digest."""
+    """Images ``(count, height, width, 3)`` and labels of one file; sprites have a digest."""
     from PIL import Image
 
     def decode(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return np.asarray(Image.open(io.BytesIO(raw.tobytes())).convert("RGB"))
+        return np.asarray(Image.open(io.BytesIO(raw.tobytes()), formats=FORMATS).convert("RGB"))
 
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")

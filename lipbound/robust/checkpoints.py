@@ -30,7 +30,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) ->
     from safetensors.torch import save as encode
 
     ready = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    record = {**about, "format": FORMAT, "checksum": _checksum(ready)}
+    record = {**about, "format": FORMAT}
+    record["checksum"] = _checksum(ready, record)
     write(path, encode(ready, {KEY: json.dumps(record)}))
 
 
@@ -44,6 +45,9 @@ def write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the name too
+        os.close(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
@@ -80,15 +84,17 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = load_file(path)
     except Exception as error:
         raise ValueError(f"{str(path)!r} is no whole checkpoint: {error}") from None
-    if _checksum(tensors) != record["checksum"]:
+    if _checksum(tensors, record) != record.get("checksum"):
         raise ValueError(f"{str(path)!r} is damaged: its checksum does not match")
     return tensors, record
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
-    total = 0
+def _checksum(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> int:
+    said = json.dumps({k: v for k, v in record.items() if k != "checksum"}, sort_keys=True)
+    total = zlib.crc32(said.encode())
     for name in sorted(tensors):
-        total = zlib.crc32(name.encode(), total)
+        shape = f"{name}{tuple(tensors[name].shape)}{tensors[name].dtype}"
+        total = zlib.crc32(shape.encode(), total)
         total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
     return total
 
@@ -115,8 +121,13 @@ class Folder:
         for rest in self.root.glob(".*.part"):  # of runs that were killed
             rest.unlink(missing_ok=True)
 
-    def newest(self) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+    def newest(
+        self, settings: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
         """The newest good one, and what was wrong with newer ones.
+
+        Args:
+            settings: Of the run; another run's checkpoint is not good.
 
         Raises:
             ValueError: If there are some, but none is good.
@@ -124,7 +135,10 @@ class Folder:
         wrong: list[str] = []
         for path in reversed(self.all()):
             try:
-                return *load(path), wrong
+                tensors, record = load(path)
+                if settings is not None and record.get("settings") != settings:
+                    raise ValueError(f"{str(path)!r} belongs to another run")
+                return tensors, record, wrong
             except ValueError as error:
                 wrong.append(str(error))
         if wrong:

@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -33,8 +33,10 @@ class Split(Protocol):
     def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Images as uint8 ``(batch, channels, height, width)``, and labels; no augmentation."""
 
-    def stream(self, batches: Sequence[Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One pair for each tensor of indices; a streamed split augments by itself."""
+    def stream(
+        self, batches: Sequence[Tensor], seed: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """One pair for each tensor of indices; a streamed split augments by itself, by the seed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Memory:
         indices = indices.to(self.labels.device)
         return self.images[indices], self.labels[indices]
 
-    def stream(self, batches: Sequence[Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def stream(
+        self, batches: Sequence[Tensor], seed: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         return (self.load(indices) for indices in batches)
 
     def to(self, device: torch.device) -> Memory:
@@ -196,14 +200,12 @@ def _files(root: Path, inside: str, archive: str, names: list[str]) -> dict[str,
     wanted = {f"{inside}/{n}": n for n in names}
     found: dict[str, bytes] = {}
     try:
-        with tarfile.open(path, "r:gz") as tar:
+        with gzip.open(path) as file, _stream(file) as tar:
             for member in tar:
-                if member.size > LARGEST:
-                    raise ValueError(f"{path.name} holds {member.size} bytes in {member.name!r}")
                 if member.isfile() and member.name in wanted:
-                    file = tar.extractfile(member)
-                    assert file is not None
-                    found[wanted[member.name]] = file.read()
+                    content = tar.extractfile(member)
+                    assert content is not None
+                    found[wanted[member.name]] = content.read()
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{str(path)!r} is no complete archive: {error}") from None
     missing = [n for n in names if n not in found]
@@ -212,27 +214,69 @@ def _files(root: Path, inside: str, archive: str, names: list[str]) -> dict[str,
     return found
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Builds dictionaries, lists and numpy arrays; anything else is refused."""
+def _stream(file: Any) -> tarfile.TarFile:
+    limited: Any = _Limited(file)
+    return tarfile.open(mode="r|", fileobj=limited)
 
-    ALLOWED = (
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("_codecs", "encode"),  # how Python 3 writes the bytes of an array
-    )
+
+class _Limited:
+    """A file that refuses to give more than ``LARGEST`` bytes, at once or in all."""
+
+    def __init__(self, file: Any):
+        self.file, self.left = file, LARGEST
+
+    def read(self, size: int = -1) -> bytes:
+        self.left -= size
+        if size < 0 or self.left < 0:
+            raise ValueError(f"the archive unpacks to more than {LARGEST >> 20} MiB")
+        return self.file.read(size)
+
+
+class _Bytes:
+    """Stands for numpy's dtype: of bytes, whatever state the file would give it."""
+
+    def __init__(self, name: str, *flags: Any):
+        if str(name).lstrip("|") != "u1":
+            raise ValueError(f"it holds an array of {name!r}, not of bytes")
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Array:
+    """Stands for numpy's ndarray while a file is read."""
+
+    array: Bytes
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, fortran, raw = state
+        if not isinstance(kind, _Bytes) or not isinstance(raw, bytes) or fortran:
+            raise ValueError("it holds no plain array of bytes")
+        self.array = np.frombuffer(raw, np.uint8).reshape([int(n) for n in shape])
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Builds dictionaries, lists and arrays of bytes from stand-ins; all else is refused."""
+
+    KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
+        ("numpy.core.multiarray", "_reconstruct"): lambda *_: _Array(),
+        ("numpy._core.multiarray", "_reconstruct"): lambda *_: _Array(),
+        ("numpy", "ndarray"): _Array,
+        ("numpy", "dtype"): _Bytes,
+        # How Python 3 writes the bytes of an array.
+        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.ALLOWED:
+        if (module, name) not in self.KNOWN:
             raise ValueError(f"it names {module}.{name}, which no image file needs")
-        return super().find_class(module, name)
+        return self.KNOWN[module, name]
 
 
 def _pickled(raw: bytes) -> tuple[Bytes, NDArray[Any]]:
     try:
         content = _ArraysOnly(io.BytesIO(raw), encoding="bytes").load()
-        images = np.asarray(content[b"data"], np.uint8)
+        images = content[b"data"].array
         labels = np.asarray(content[b"labels" if b"labels" in content else b"fine_labels"])
         return images.reshape(-1, 3072), labels
     except Exception as error:
@@ -271,6 +315,8 @@ def _idx(path: Path) -> Bytes:
     if len(raw) < 4 or raw[:3] != b"\0\0\x08":
         raise ValueError(f"{str(path)!r} is no idx file of bytes")
     axes = raw[3]
+    if len(raw) < 4 + 4 * axes:
+        raise ValueError(f"{str(path)!r} is cut in its header")
     shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
     body = raw[4 + 4 * axes :]
     if len(body) != math.prod(shape):
@@ -299,6 +345,7 @@ def _folder(folder: Path | None, what: str) -> Path:
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 
 
 class Streamed:
@@ -318,6 +365,10 @@ class Streamed:
             self.labels += [label] * len(found)
         if not self.paths:
             raise ValueError(f"no images in {str(root)!r}; it should hold one folder per class")
+        # Mixed, so that the first so many are of all classes.
+        order = np.random.default_rng(0).permutation(len(self.paths))
+        self.paths = [self.paths[i] for i in order]
+        self.labels = [self.labels[i] for i in order]
         self._seed: int | None = None
 
     def __len__(self) -> int:
@@ -326,7 +377,8 @@ class Streamed:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
-        with Image.open(self.paths[index]) as opened:
+        # By name, not by content: Pillow would hand PostScript to an interpreter.
+        with Image.open(self.paths[index], formats=FORMATS) as opened:
             image = opened.convert("RGB")
         size = self.size
         box, mirrored = _middle(*image.size), False
@@ -342,7 +394,9 @@ class Streamed:
         self._seed = None
         return next(self._loader([indices]))
 
-    def stream(self, batches: Sequence[Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def stream(
+        self, batches: Sequence[Tensor], seed: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         self._seed = seed
         return self._loader(batches)
 
@@ -352,6 +406,7 @@ class Streamed:
             batch_sampler=[b.tolist() for b in batches],
             num_workers=self.workers if len(batches) > 1 else 0,
             pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(0),  # else it would draw from the global one
         )
         return iter(loader)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,6 +28,8 @@ class RunFolder:
         self.checkpoints = checkpoints.Folder(root / "checkpoints")
         self.records = root / "records.jsonl"
         self._lock: IO[str] | None = None
+        # A process forked off (a worker that loads images) must not hold the lock after a kill.
+        os.register_at_fork(after_in_child=self._close)
 
     def __enter__(self) -> RunFolder:
         if self.writes:
@@ -48,8 +51,12 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
+        self._close()
+
+    def _close(self) -> None:
         if self._lock is not None:
             self._lock.close()
+            self._lock = None
 
     def open(
         self, settings: dict[str, Any], resume: bool
@@ -60,11 +67,12 @@ class RunFolder:
             ValueError: If there is a run here and ``resume`` is not set, or it is another one.
         """
         path = self.root / "settings.json"
+        there = path.exists() or bool(self.checkpoints.all())
+        if self.writes and there and not resume:
+            raise ValueError(
+                f"{str(self.root)!r} holds a run already; --resume to go on, or another --out"
+            )
         if self.writes and path.exists():
-            if not resume:
-                raise ValueError(
-                    f"{str(self.root)!r} holds a run already; --resume to go on, or another --out"
-                )
             stored = json.loads(path.read_text())
             for name in {**stored, **settings}:
                 mine, theirs = settings.get(name), stored.get(name)
@@ -75,7 +83,10 @@ class RunFolder:
                     )
         elif self.writes:
             checkpoints.write(path, json.dumps(settings, indent=1).encode())
-        return self.checkpoints.newest()
+        if self.writes:
+            for rest in self.root.glob(".*.part"):  # of runs that were killed
+                rest.unlink(missing_ok=True)
+        return self.checkpoints.newest(settings)
 
     def cut_records(self, step: int) -> None:
         """Drop records of steps that will be done again."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_type_hints
+
+from lipbound.robust.balls import BALLS
 
 SCHEDULES = ("steps", "onecycle", "constant")
 
@@ -111,8 +114,14 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
         for name in ("lr", "radius", "step", "gamma"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be positive")
+        for name in ("first", "attack", "check", "check_attack", "samples", "weight_decay",
+                     "penalty_weight", "floor", "seed"):  # fmt: skip
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r} must not be negative")
+        if self.ball not in BALLS:
+            raise ValueError(f"ball={self.ball!r} is not one of {', '.join(BALLS)}")
         for name in ("held_out", "ema", "dropout", "momentum", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must lie in [0, 1)")
@@ -123,7 +132,7 @@ class Settings:
             return self.lr
         if self.schedule == "onecycle":
             at, top = (step + 1) / steps, 0.4
-            return self.lr * max(0.0, min(at / top, (1 - at) / (1 - top) + 1 / steps))
+            return self.lr * min(1.0, at / top, (1 - at) / (1 - top) + 1 / steps)
         epoch = step * self.epochs / steps
         return self.lr * self.gamma ** sum(epoch >= m for m in self.milestones)
 
@@ -142,7 +151,7 @@ PAPER: dict[str, Any] = {
     "model": "wrn-28-10", "data": "cifar10", "epochs": 200, "batch": 200, "lr": 0.1,
     "schedule": "steps", "milestones": (60, 120, 160), "momentum": 0.9, "weight_decay": 3e-4,
     "attack": 10, "radius": 8 / 255, "step": 0.2, "penalty": "polygrid", "penalty_weight": 0.008,
-    "samples": 10, "precision": "bfloat16", "compile": True,
+    "samples": 10, "held_out": 0.02, "precision": "bfloat16", "compile": True,
 }  # fmt: skip
 FAST: dict[str, Any] = {
     "data": "cifar10", "epochs": 30, "batch": 128, "lr": 0.2, "schedule": "onecycle",
@@ -192,11 +201,13 @@ def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) 
     for name in chosen:
         if name not in names:
             raise ValueError(f"unknown setting {name!r}{_close(name, names)}")
+    result = Settings(**chosen)
     for name in ("attack", "penalty"):
-        fixed = ARMS[arm].get(name, chosen.get(name))
-        if name in chosen and chosen[name] != fixed:
-            raise ValueError(f"arm {arm!r} has {name}={fixed!r}, not {chosen[name]!r}; another arm")
-    return Settings(**chosen)
+        value = getattr(result, name)
+        fixed = ARMS[arm].get(name, value)
+        if value != fixed or (name not in ARMS[arm] and not value):
+            raise ValueError(f"{name}={value!r} is not what arm {arm!r} is about; another arm is")
+    return result
 
 
 def parse(text: str) -> tuple[str, Any]:

@@ -74,7 +74,7 @@ def train(
 
     Raises:
         ValueError: If the folder holds a run already (and ``resume`` is not set) or another one.
-        FloatingPointError: If the loss is no longer finite; the last checkpoint is from before.
+        FloatingPointError: If the loss is no longer finite; no checkpoint holds that.
     """
     with team(device) as who, RunFolder(out, who.first) as folder, _signals() as stop:
         run = Run(chosen, data, who)
@@ -92,7 +92,7 @@ def train(
             reason = stop[0] if stop else ""
             if time_limit is not None and time.monotonic() - started >= time_limit:
                 reason = reason or "time limit"
-            if who.any(bool(reason)):
+            if (who.size == 1 or run.step % 8 == 0) and who.any(bool(reason)):
                 folder.save(run.step, *run.state())
                 return {**run.summary(), "stopped": reason or "another process stopped"}
             run.advance(watcher)
@@ -142,7 +142,7 @@ class Run:
             fused=who.device.type == "cuda",
         )
         self.penalty = penalty_of(chosen, self.model, data)
-        self.gauge = Penalty(self.model, 1.0)
+        self.gauge = Penalty(self.evaluated, 1.0)
         count = min(len(data.train), chosen.first or len(data.train))
         held = round(chosen.held_out * count)
         order = torch.randperm(count, generator=self._draw(CHECK, 0))
@@ -169,7 +169,9 @@ class Run:
                     model.compile(dynamic=False)
         self.replay = Replay() if chosen.cuda_graphs and who.device.type == "cuda" else None
         # The attack's gradients stay at home; only the loss's are averaged over the processes.
-        self.whole = self.model if who.size == 1 else DistributedDataParallel(self.model)
+        self.whole: nn.Module = self.model
+        if who.size > 1:  # buffers are shared below, before the penalty reads them
+            self.whole = DistributedDataParallel(self.model, broadcast_buffers=False)
         self.shown = 0.0
 
     @property
@@ -189,6 +191,8 @@ class Run:
         loss = functional.cross_entropy(logits, labels, label_smoothing=self.chosen.label_smoothing)
         self.optimizer.zero_grad()
         loss.backward()
+        # Every process saw other images; the penalty and the next attack read the same statistics.
+        self.who.share(b for b in self.model.buffers() if b.is_floating_point())
         value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
         for group in self.optimizer.param_groups:
             group["lr"] = self.chosen.learning_rate(self.step, self.steps)
@@ -211,17 +215,8 @@ class Run:
         Raises:
             FloatingPointError: If the loss is no longer finite.
         """
-        start = time.perf_counter()
-        sums = self.who.sum(self.sums.clone())
-        loss, value, right = (sums[:3] / sums[3]).tolist()
-        self.seconds += time.perf_counter() - start  # the device's steps end here
-        if not math.isfinite(loss + value):
-            raise FloatingPointError(
-                f"the loss is {loss} after step {self.step}; lower lr={self.chosen.lr:g}, or "
-                f"resume from the last checkpoint"
-            )
+        loss, value, right = self._means()
         self.sums.zero_()
-        self.who.share(self.model.buffers())
         held = self.held[: self.chosen.check]
         clean, robust = self.measure(self.data.train, held) if len(held) else (math.nan, math.nan)
         score = robust if self.chosen.attack else clean
@@ -240,6 +235,23 @@ class Run:
             "seconds": round(self.seconds, 3),
         }
         return self.record, better
+
+    def _means(self) -> tuple[float, float, float]:
+        """Loss, penalty and accuracy since the last epoch.
+
+        Raises:
+            FloatingPointError: If the loss is no longer finite.
+        """
+        start = time.perf_counter()
+        sums = self.who.sum(self.sums.clone()).tolist()
+        self.seconds += time.perf_counter() - start  # the device's steps end here
+        loss, value, right = (s / max(1.0, sums[3]) for s in sums[:3])
+        if not math.isfinite(loss + value):
+            raise FloatingPointError(
+                f"the loss is {loss} after step {self.step}; start again elsewhere with less than "
+                f"lr={self.chosen.lr:g}"
+            )
+        return loss, value, right
 
     def measure(self, split: Split, indices: Tensor | None = None) -> tuple[float, float]:
         """Clean accuracy, and under PGD, of the weights that are evaluated."""
@@ -305,7 +317,12 @@ class Run:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything the next step depends on, as tensors and as JSON."""
+        """Everything the next step depends on, as tensors and as JSON.
+
+        Raises:
+            FloatingPointError: If the loss is no longer finite: nothing to go on from.
+        """
+        self._means()
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         if self.average is not None:
             tensors |= {f"average.{name}": t for name, t in self.average.state_dict().items()}
@@ -354,7 +371,8 @@ class Run:
             order = self.kept[order][: self.per_epoch * chosen.batch]
             mine = who.mine(chosen.batch)
             parts = [b[mine] for b in order.split(chosen.batch)[place:]]
-            self.batches = self.train.stream(parts, self._seed(MOVES, epoch))
+            seed = self._seed(MOVES, epoch) if chosen.augment else None
+            self.batches = self.train.stream(parts, seed)
         images, labels = next(self.batches)
         images = images.to(who.device, non_blocking=True)
         if chosen.augment and (self.data.crop or self.data.flip):
@@ -378,7 +396,7 @@ class Run:
         chosen, who = self.chosen, self.who
         start = None
         if chosen.random_start:
-            # Drawn for the whole batch, so that it does not matter how many processes share it.
+            # Drawn for the whole batch: in training it does not matter how many share it.
             draw = torch.Generator(who.device)
             seed = self._seed(START, self.step) if place is None else self._seed(CHECK, 1 + place)
             draw.manual_seed(seed)
@@ -447,13 +465,10 @@ def _build(
     if chosen.model not in MODELS:
         raise ValueError(f"unknown model {chosen.model!r}; there are {', '.join(MODELS)}")
     options: dict[str, Any] = {"classes": classes, "inputs": inputs}
-    for name in ("dropout", "bias"):
-        if getattr(chosen, name):
-            options[name] = getattr(chosen, name)
-    try:
-        network = MODELS[chosen.model](**options)
-    except TypeError:
-        raise ValueError(f"{chosen.model} takes no dropout and no bias") from None
+    extra = {n: getattr(chosen, n) for n in ("dropout", "bias") if getattr(chosen, n)}
+    if extra and not chosen.model.startswith(("wrn", "preact")):
+        raise ValueError(f"{chosen.model} takes no {' and no '.join(extra)}")
+    network = MODELS[chosen.model](**options, **extra)
     return normalized(network, mean, std) if chosen.normalize else network
 
 
