@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+from lipbound.experiments.reproduce import report, write_figure
 from lipbound.figures import speed_figure
 from lipbound.records import read
 
@@ -242,10 +243,17 @@ against one left alone {len(killed["different"])} tensors of its weights and sta
 """
 
 
+def reproduced(name: str) -> str:
+    record = json.loads((RECORDS / f"{name}.json").read_text())
+    write_figure(record, ROOT / "docs")
+    return report(record)
+
+
 def main() -> None:
     speed_figure(read(RECORDS / "speed-gpu.jsonl"), ROOT / "docs" / "speed.svg")
     page = "# Results\n\nMade by `make results` from the records in `benchmarks/records`.\n\n"
-    page += "\n".join(part() for part in (soundness, trained, audits, speed, penalty, training))
+    parts = [part() for part in (soundness, trained, audits, speed, penalty, training)]
+    page += "\n".join([*parts, *(reproduced(name) for name in ("fig1", "fig2", "table1"))])
     (ROOT / "docs" / "results.md").write_text(page)
     print("wrote docs/results.md")
 

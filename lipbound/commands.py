@@ -245,10 +245,15 @@ def attack(
     data: Annotated[str | None, typer.Option(help="The run's own by default.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Where the data lies.")] = None,
     count: Annotated[int, typer.Option(help="Test images; 0 for all.")] = 1000,
-    ball: Annotated[str, typer.Option(help="linf or l2.")] = "linf",
+    ball: Annotated[str | None, typer.Option(help="linf or l2; the run's own by default.")] = None,
     radius: Annotated[float | None, typer.Option(help="The run's own by default.")] = None,
     iterations: Annotated[int, typer.Option(help="Of PGD.")] = 200,
     restarts: Annotated[int, typer.Option(help="Of PGD.")] = 10,
+    step: Annotated[float, typer.Option(help="Of PGD, as part of the radius.")] = 0.2,
+    loss: Annotated[
+        str, typer.Option(help="Of PGD: cross-entropy, margin, or alternate by restart.")
+    ] = "alternate",
+    decay: Annotated[bool, typer.Option("--decay", help="Let PGD's steps shrink.")] = False,
     l2_radius: Annotated[
         list[float] | None, typer.Option(help="Where Carlini & Wagner counts; repeat. 0.6, 0.8.")
     ] = None,
@@ -274,21 +279,23 @@ def attack(
     from lipbound.records import append
     from lipbound.report import attack_table
     from lipbound.robust.assess import assess, networks
-    from lipbound.robust.balls import BALLS
     from lipbound.robust.data import DATA
     from lipbound.robust.evaluate import Plan
     from lipbound.robust.team import team
 
-    if ball not in BALLS:
-        raise ValueError(f"--ball {ball!r} is not one of {', '.join(BALLS)}")
+    if count < 0 or jacobians < 0:
+        raise ValueError(f"--count {count} and --jacobians {jacobians} must not be negative")
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise ValueError(f"--plot {str(plot)!r} must end in .svg or .png")
     paths = networks(checkpoint)
     trained = paths[0].settings
     name = data or trained.data
     if name not in DATA:
         raise ValueError(f"unknown data {name!r}; there are {', '.join(DATA)}")
     plan = Plan(
-        tuple(attacks or ["pgd"]), ball, trained.radius if radius is None else radius,
-        iterations=iterations, restarts=restarts, radii=tuple(l2_radius or (0.6, 0.8)),
+        tuple(attacks or ["pgd"]), ball or trained.ball,
+        trained.radius if radius is None else radius, step, iterations, restarts, loss, decay,
+        radii=tuple(l2_radius or (0.6, 0.8)),
         batch=batch, seed=seed,
     )  # fmt: skip
     test = DATA[name](folder).test
@@ -335,7 +342,7 @@ def reproduce(
     for each in names:
         record = steps.run(each, tiny, weights or [])
         steps.save(record, out)
-        steps.write_figure(record, out / f"{each}.svg")
+        steps.write_figure(record, out)
         typer.echo(steps.report(record))
 
 

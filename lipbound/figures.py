@@ -115,14 +115,16 @@ def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
         label, colour = f"{record['arm']}, {Path(record['checkpoint']).stem}", f"C{index}"
         curve = record.get("pgd", {}).get("against_iterations", {})
         left.plot([int(k) for k in curve], list(curve.values()), "o-", ms=3, color=colour)
-        curve = record.get("evidence", {}).get("against_radius", {})
-        points = [(0.0, record["clean"]["accuracy"]), *((float(k), v) for k, v in curve.items())]
-        middle.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=label)
+        curve = {"0": record["clean"], **record.get("against_radius", {})}
+        radii, found = [float(k) for k in curve], list(curve.values())
+        middle.plot(radii, [f["accuracy"] for f in found], "o-", ms=3, color=colour, label=label)
+        ends = zip(*(f["interval"] for f in found), strict=True)
+        middle.fill_between(radii, *ends, color=colour, alpha=0.15, lw=0)
         norms = record.get("jacobian_norms", {}).get("all", [])
         right.hist(norms, bins=30, color=colour, alpha=0.5)
     left.set_xscale("symlog", linthresh=1)
     left.set_xlabel("iterations of PGD")
-    middle.set_xlabel(f"radius, {records[0]['plan']['ball']} (PGD, 20 iterations)")
+    middle.set_xlabel(f"radius, {records[0]['plan']['ball']} (PGD, one restart)")
     right.set_xlabel("norm of the Jacobian")
     right.set_ylabel("images")
     left.set_ylabel("accuracy")

@@ -196,6 +196,12 @@ def attack_table(record: Record, console: Console | None = None) -> None:
         console.print(
             f"Jacobian norm: mean {norms['mean']:.3g}, largest {norms['quantiles'][-1]:.3g}"
         )
+    if "evidence" in record:
+        seen = record["evidence"]
+        names = ("pgd_10", "pgd_50", "pgd_250", "margin", "random_search", "transfer", "white_box")
+        parts = [f"{n.replace('_', ' ')} {seen[n]:.3f}" for n in names if n in seen]
+        largest = list(seen["against_radius"].values())[-1]
+        console.print(f"on {seen['images']} images: {', '.join(parts)}, any radius {largest:.3f}")
     for text in record.get("doubts", []):
         console.print(escape(f"doubt: {text}"), style="yellow")
     if "doubts" in record and not record["doubts"]:

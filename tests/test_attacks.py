@@ -166,7 +166,7 @@ def test_jacobian_norms_are_exact(trained):
 def test_an_honest_network_raises_no_doubt(trained):
     model, images, labels, _ = trained
     plan = Plan(("pgd", "cw", "cw-projected"), radius=0.1, iterations=20, restarts=2,
-                search_steps=60, searches=5)  # fmt: skip
+                search_steps=120, searches=7)  # fmt: skip
     found = evaluate(
         model, images, labels, plan, audit=audit(model, (1, 8, 8), search=0), jacobians=10
     )
@@ -179,7 +179,6 @@ def test_an_honest_network_raises_no_doubt(trained):
     assert curve == sorted(curve, reverse=True)
     shares = [c["accuracy"] for c in found["certified"].values()]
     assert shares == sorted(shares, reverse=True)
-    assert shares[0] <= found["cw"]["0.6"]["accuracy"] + 1
     json.dumps(found)
 
 
@@ -201,6 +200,100 @@ def test_masked_gradients_raise_doubts(trained):
     assert "no gradient at all" in said
     assert "without gradients does better" in said
     assert "however large the perturbation" in said
+
+
+class Nan(nn.Module):
+    """Right answers, and gradients that are no numbers."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) + 0 * (x[:, :1, :1, 0, None] * 0).abs().sqrt().flatten(1)
+
+
+class Scaled(nn.Module):
+    """So sure of itself that float32 has no gradient left."""
+
+    def __init__(self, inner, factor):
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x):
+        return self.inner(x) * self.factor
+
+
+class Wavy(nn.Module):
+    """A fine ripple that turns the gradient."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x + 0.005 * torch.sin(1000 * x))
+
+
+@pytest.mark.parametrize("ball", ["linf", "l2"])
+def test_other_ways_to_hide_gradients(trained, ball):
+    model, images, labels, _ = trained
+    radius = RADIUS if ball == "linf" else 0.6
+    plan = Plan(ball=ball, radius=radius, iterations=20, restarts=2)
+    honest = evaluate(model, images, labels, plan)["pgd"]["accuracy"]
+    for masked in (Nan(model), Scaled(model, 1e4), Wavy(model)):
+        found = evaluate(masked.eval(), images, labels, plan)
+        assert found["doubts"] or found["pgd"]["accuracy"] <= honest + 0.03, type(masked).__name__
+    for factor in (1e-12, 8.0):  # the direction is all that counts
+        found = evaluate(Scaled(model, factor).eval(), images, labels, plan, doubts=False)
+        assert found["pgd"]["accuracy"] <= honest + 0.05
+
+
+def test_no_attack_beats_being_wrong_or_a_certificate():
+    """Clean mistakes count everywhere, and what is certified at a radius stands there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+    with torch.no_grad():
+        model[1].weight *= 4
+    images = torch.rand(80, 1, 4, 4)
+    labels = model(images).argmax(1)
+    labels[:20] = (labels[:20] + 1) % 3
+    radii = tuple(r / 255 for r in (36, 72, 108, 255))
+    plan = Plan(("pgd", "cw", "cw-projected"), "l2", 72 / 255, radii=radii, iterations=30,
+                restarts=2, searches=6, search_steps=100)  # fmt: skip
+    found = evaluate(model, images, labels, plan, audit=audit(model, (1, 4, 4), search=0))
+    assert found["clean"]["accuracy"] == 0.75
+    certified = [c["accuracy"] for c in found["certified"].values()]
+    assert 0.05 < certified[1] < 0.75
+    for name in ("cw", "cw-projected"):
+        attacked = [found[name][f"{r:g}"]["accuracy"] for r in radii]
+        assert all(c <= a <= 0.75 for c, a in zip(certified, attacked, strict=True))
+        assert attacked[1] <= certified[1] + 0.1, "on a linear model they nearly meet"
+    assert certified[1] <= found["pgd"]["accuracy"] <= 0.75
+    assert found["doubts"] == []
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_autoattack_with_few_classes(classes):
+    pytest.importorskip("pyautoattack", reason="the attacks extra")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, classes)).eval()
+    images = torch.rand(6, 1, 4, 4)
+    found = autoattack(model, images, model(images).argmax(1), radius=0.2)
+    assert bool((found.norms <= 0.2 * (1 + 1e-5)).all())
+
+
+def test_l2_pgd_breaks_what_foolbox_breaks(trained):
+    foolbox = pytest.importorskip("foolbox", reason="the attacks extra")
+    model, images, labels, _ = trained
+    ours = strongest_pgd(
+        model, images, labels, radius=0.6, step=0.12, iterations=40, ball="l2", restarts=1
+    )
+    wrapped = foolbox.PyTorchModel(model, bounds=(0, 1))
+    attack = foolbox.attacks.L2PGD(steps=40, rel_stepsize=0.2)
+    theirs = float(attack(wrapped, images, labels, epsilons=0.6)[2].float().mean())
+    share = float(ours.broken.float().mean())
+    assert share >= theirs - standard_error(share, COUNT)
 
 
 class Noisy(nn.Module):
@@ -277,8 +370,16 @@ def test_the_command(trained, monkeypatch, capsys, tmp_path):
     assert records.count('"transfer"') == 2
     for wrong, message in (
         (["attack", "nowhere.safetensors"], "there is no file"),
-        ([*arguments, "--ball", "l1"], "--ball 'l1'"),
+        ([*arguments, "--ball", "l1"], "unknown ball 'l1'"),
         ([*arguments, "--attack", "guess"], "unknown attack 'guess'"),
+        ([*arguments, "--loss", "guess"], "unknown loss 'guess'"),
+        ([*arguments, "--radius", "8"], "exceeds all of [0, 1]"),
+        ([*arguments, "--radius", "0"], "radius=0.0 must be positive"),
+        ([*arguments, "--restarts", "0"], "restarts=0 must be at least 1"),
+        ([*arguments, "--batch", "0"], "batch=0 must be at least 1"),
+        ([*arguments, "--count", "-5"], "must not be negative"),
+        ([*arguments, "--l2-radius", "-1", "--attack", "cw"], "radii=-1.0 must be positive"),
+        ([*arguments, "--plot", "curves.txt"], "must end in .svg or .png"),
         ([*arguments, "--data", "fashion-mnist", "--folder", str(tmp_path)], "there is no"),
     ):
         code, _, err = run(monkeypatch, capsys, *wrong)

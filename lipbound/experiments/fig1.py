@@ -17,6 +17,7 @@ from torch import Tensor
 from lipbound import bracket, symbol
 from lipbound.experiments.source import trained_layers
 
+FORMAT = "png"  # filled contours are large as vectors
 SAMPLES = 65
 SHAPES = ((1, 3), (9, 3), (1, 5), (9, 5))
 
@@ -56,7 +57,7 @@ def report(record: dict[str, Any]) -> str:
     verdict = "No sample lies above its certified maximum." if inside else "A SAMPLE IS HIGHER."
     return f"""## Figure 1: trigonometric polynomials of kernels
 
-![Contours of eight polynomials with their maxima](fig1.svg)
+![Contours of eight polynomials with their maxima](fig1.png)
 
 Rings mark the certified maximizer and its mirror image. {verdict}
 """

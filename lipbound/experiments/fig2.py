@@ -17,6 +17,7 @@ from lipbound import bound, bracket, estimate, exact
 
 SIZES = (4, 6, 8, 12, 16, 24, 32, 50, 80, 112, 160, 224)
 SHAPES = ((1, 3), (6, 3), (6, 5), (16, 3))
+TRAINED = False  # random kernels
 METHODS = {"bracket": "ours (bracket)", "lipbound": "LipBound, S = 1024", "polygrid": "PolyGrid"}
 
 

@@ -40,7 +40,9 @@ def run(name: str, tiny: bool, weights: list[Path]) -> dict[str, Any]:
     return {
         "experiment": name,
         "tiny": tiny,
-        "weights": [path.name for path in weights] or ["the embedded digits CNN"],
+        "weights": ([path.name for path in weights] or ["the embedded digits CNN"])
+        if getattr(EXPERIMENTS[name], "TRAINED", True)
+        else ["random kernels"],
         **measured,
         "seed": 0,
         "seconds": round(time.perf_counter() - start, 1),
@@ -50,19 +52,20 @@ def run(name: str, tiny: bool, weights: list[Path]) -> dict[str, Any]:
     }
 
 
-def write_figure(record: dict[str, Any], path: Path) -> bool:
+def write_figure(record: dict[str, Any], folder: Path) -> Path | None:
     """Draw the record's figure, if it has one."""
     from lipbound.figures import _pyplot
 
     module = EXPERIMENTS[record["experiment"]]
     if not hasattr(module, "figure"):
-        return False
+        return None
+    path = folder / f"{record['experiment']}.{getattr(module, 'FORMAT', 'svg')}"
     pyplot = _pyplot()
     pyplot.rcParams["svg.hashsalt"] = "lipbound"
     made = module.figure(record, pyplot)
-    made.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    made.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=130)
     pyplot.close(made)
-    return True
+    return path
 
 
 def report(record: dict[str, Any]) -> str:

@@ -29,6 +29,10 @@ METHODS: dict[str, tuple[str, Callable[[Tensor, int], float]]] = {
     "polygrid": ("LipBound as published", lambda k, n: float(estimate(k, "polygrid"))),
     "lipbound": ("LipBound, certified", lambda k, n: float(bound(k, "lipbound"))),
     "bracket": ("ours (bracket), certified", lambda k, n: bracket(k).upper),
+    "finite": (
+        "ours at this size, certified",
+        lambda k, n: bracket(k, input_shape=(n, n)).upper,
+    ),
 }
 PAPER = {
     "1×3×3": {"sedghi": (0.431, 0.042), "singla": (1.293, 0.126), "farnia_10": (0.973, 0.006),
@@ -104,6 +108,8 @@ Ratios to σ1 at {n}×{n} inputs, mean ± standard deviation; below 1 the method
 
 {body}
 
-On kernels with one output LipBound is sup σ1(F) up to its grid. On whole layers it is not: there
-it is a sum over the output channels, and the bracket is the only certified answer near 1.
+What the paper reports for Sedghi et al. is not what their formula gives: that is exact for circular
+padding, and close here. On kernels with one output LipBound is sup σ1(F) up to its grid. On whole
+layers it is not: there it is a sum over the output channels, and the bracket is the only certified
+answer near 1.
 """

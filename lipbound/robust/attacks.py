@@ -35,11 +35,12 @@ def margin(logits: Tensor, labels: Tensor) -> Tensor:
     return others.amax(1) - own[:, 0]
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross-entropy": cross_entropy,
-    "margin": margin,
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], ...]] = {
+    "cross-entropy": (cross_entropy,),
+    "margin": (margin,),
+    "alternate": (cross_entropy, margin),  # where the one saturates, the other does not
 }
-"""Name → what an attack ascends."""
+"""Name → what an attack ascends, restart by restart."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Found:
         images: The adversarial image: a misclassified one, or that of the largest loss.
         broken: Whether it is misclassified.
         norms: Norm of its perturbation; of a minimum-norm attack ∞ where none was found.
-        iteration: After how many steps it was broken first; −1 if never.
+        iteration: After how many steps of its first restart it was broken; −1 if not by then.
     """
 
     images: Tensor
@@ -110,7 +111,7 @@ def _ascent(
         scores = logits(attacked)
         losses = loss(scores, labels)
         (gradient,) = torch.autograd.grad(losses.sum(), attacked)
-    return scores.detach(), losses.detach(), gradient
+    return scores.detach(), losses.detach(), gradient.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _stepped(
@@ -163,12 +164,15 @@ def strongest_pgd(
         >>> found.broken, found.iteration
         (tensor([True]), tensor([0]))
     """
-    kind, ascended = BALLS[ball], LOSSES[loss]
+    kind = BALLS[ball]
     draw = torch.Generator(images.device).manual_seed(seed)
     result = images.clone()
     best = torch.full((len(images),), -torch.inf, device=images.device)
-    first = torch.full((len(images),), -1, device=images.device)
-    for _ in range(restarts):
+    first = torch.full((len(images),), -1, device=images.device)  # the iteration that broke it
+    early = first
+    for restart in range(restarts):
+        ascended = LOSSES[loss][restart % len(LOSSES[loss])]
+        best = torch.full_like(best, -torch.inf) if restart and loss == "alternate" else best
         left = (first < 0).nonzero().flatten()
         if len(left) == 0:
             break
@@ -181,7 +185,7 @@ def strongest_pgd(
             else:  # the last image is looked at too
                 scores = logits(attacked)
                 losses = ascended(scores, target)
-            wrong = scores.argmax(1) != target
+            wrong = (scores.argmax(1) != target) & scores.isfinite().all(1)
             going = first[left] < 0
             better = going & (wrong | (losses > best[left]))
             best[left] = torch.where(better, losses, best[left])
@@ -200,7 +204,8 @@ def strongest_pgd(
                     )
                 if len(left) == 0:
                     break
-    return Found(result, first >= 0, perturbation_norms(result, images, ball), first)
+        early = first.clone() if restart == 0 else early
+    return Found(result, first >= 0, perturbation_norms(result, images, ball), early)
 
 
 @torch.no_grad()
@@ -251,6 +256,7 @@ def carlini_wagner(
                 sizes = (attacked - images).flatten(1).square().sum(1)
                 total = sizes + weight * (confidence - gaps).clamp_min(0)
                 gradient = torch.autograd.grad(total.sum(), moved)[0] if step < steps else None
+            gradient = None if gradient is None else gradient.nan_to_num(0.0, 0.0, 0.0)
             wrong = gaps.detach() > confidence
             lengths = sizes.detach().sqrt()
             closer = wrong & (lengths < norms)
@@ -279,6 +285,8 @@ def autoattack(
 ) -> Found:  # fmt: skip
     """Croce & Hein's standard AutoAttack: APGD-CE, APGD-T, FAB-T and Square.
 
+    With fewer than four classes the targeted parts, which rank four logits, are left out.
+
     Args:
         model: In eval mode.
         images: Pixels in [0, 1].
@@ -287,7 +295,7 @@ def autoattack(
         ball: ``'linf'`` or ``'l2'``.
         seed: Of its random starts.
         batch: Images at a time.
-        attacks: Some of its parts instead, ``['apgd-ce']`` say.
+        attacks: Some of its parts instead, ``['apgd-ce']`` say, with one restart each.
 
     Raises:
         ValueError: If the package is missing.
@@ -296,14 +304,19 @@ def autoattack(
         from pyautoattack import AutoAttack
     except ImportError:
         raise ValueError("AutoAttack comes with: pip install 'lipbound[attacks]'") from None
+    with torch.no_grad():
+        classes = model(images[:1]).shape[1]
+    if attacks is None and classes < 4:
+        attacks = ["apgd-ce", "fab", "square"]
     version = "standard" if attacks is None else "custom"
     norm = {"linf": "Linf", "l2": "L2"}[ball]
     attack = AutoAttack(
         model, norm=norm, eps=radius, seed=seed, version=version, attacks=attacks,
         device=images.device,
     )  # fmt: skip
-    if attacks is not None:
-        attack.attacks_to_run = attacks
+    attack.apgd.n_restarts = attack.fab.n_restarts = 1  # its custom version would take five
+    attack.apgd_targeted.n_target_classes = min(9, classes - 1)
+    attack.fab.n_target_classes = min(9, classes - 1)
     found = attack.run_standard_evaluation(images, labels, batch_size=batch)
     found = (found[0] if isinstance(found, tuple) else found).to(images)
     with torch.no_grad():

@@ -10,8 +10,15 @@ from torch import Tensor
 
 
 def _norms(x: Tensor) -> Tensor:
-    """L2 norm of every example, shaped to divide it."""
-    return x.flatten(1).norm(dim=1).clamp_min(1e-12).reshape(-1, *[1] * (x.ndim - 1))
+    """L2 norm of every example, shaped to divide it; 1 where it is zero.
+
+    Divided by the largest entry first: squares of small gradients would underflow.
+    """
+    flat = x.flatten(1)
+    largest = flat.abs().amax(1, keepdim=True)
+    largest = torch.where(largest > 0, largest, 1.0)
+    norms = (flat / largest).norm(dim=1) * largest[:, 0]
+    return torch.where(norms > 0, norms, 1.0).reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _cube(images: Tensor, radius: float, generator: torch.Generator | None) -> Tensor:

@@ -6,9 +6,11 @@ that an attack failed rather than that the network resisted.
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from lipbound.certificates import certify
 from lipbound.modes import in_eval
 from lipbound.network import Audit
 from lipbound.robust.attacks import (
+    LOSSES,
     Found,
     autoattack,
     carlini_wagner,
@@ -27,6 +30,8 @@ from lipbound.robust.attacks import (
     random_search,
     strongest_pgd,
 )
+from lipbound.robust.balls import BALLS
+from lipbound.robust.freeze import frozen
 
 CERTIFIED_RADII = tuple(r / 255 for r in (36, 72, 108, 255))
 
@@ -42,11 +47,16 @@ class Plan:
         step: Of PGD, as part of the radius.
         iterations: Of PGD.
         restarts: Of PGD.
+        loss: Of PGD, a name in ``LOSSES``.
+        decay: Whether PGD's steps shrink.
         radii: L2 radii at which Carlini & Wagner's perturbations count.
         searches: Of Carlini & Wagner's constant.
         search_steps: Steps for each.
         batch: Images at a time.
         seed: Of everything random.
+
+    Raises:
+        ValueError: Naming what makes no sense.
     """
 
     attacks: tuple[str, ...] = ("pgd",)
@@ -55,12 +65,34 @@ class Plan:
     step: float = 0.2
     iterations: int = 200
     restarts: int = 10
+    loss: str = "alternate"
+    decay: bool = False
     radii: tuple[float, ...] = (0.6, 0.8)
     searches: int = 9
     search_steps: int = 200
     batch: int = 500
     seed: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind, names, table in (
+            ("attack", self.attacks, ATTACKS), ("ball", (self.ball,), BALLS),
+            ("loss", (self.loss,), LOSSES),
+        ):  # fmt: skip
+            unknown = [name for name in names if name not in table]
+            if unknown:
+                raise ValueError(f"unknown {kind} {unknown[0]!r}; there are {', '.join(table)}")
+        for name in ("iterations", "restarts", "searches", "search_steps", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
+        for name, radius in (("radius", self.radius), *(("radii", r) for r in self.radii)):
+            if not 0 < radius < math.inf:
+                raise ValueError(f"{name}={radius!r} must be positive")
+        if self.ball == "linf" and self.radius > 1:
+            raise ValueError(f"radius={self.radius:g} in linf exceeds all of [0, 1]; 8/255 say")
+        if "autoattack" in self.attacks and importlib.util.find_spec("pyautoattack") is None:
+            raise ValueError("AutoAttack comes with: pip install 'lipbound[attacks]'")
+        if {"cw", "cw-projected"} & set(self.attacks) and not self.radii:
+            raise ValueError("Carlini & Wagner's attack needs radii, 0.6 say")
 
 
 Attack = Callable[[nn.Module, Tensor, Tensor, Plan], Found]
@@ -70,7 +102,7 @@ def _pgd(model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> Found:
     return strongest_pgd(
         model, images, labels, radius=plan.radius, step=plan.step * plan.radius,
         iterations=plan.iterations, restarts=plan.restarts, ball=plan.ball, seed=plan.seed,
-        **plan.options,
+        loss=plan.loss, decay=plan.decay,
     )  # fmt: skip
 
 
@@ -171,17 +203,49 @@ def evaluate(
             logits that are no numbers, a model in training mode.
     """
     plan = plan or Plan()
-    unknown = [name for name in plan.attacks if name not in ATTACKS]
-    if unknown:
-        raise ValueError(f"unknown attack {unknown[0]!r}; there are {', '.join(ATTACKS)}")
+    with _exact_float32(), frozen(model):
+        return _evaluated(
+            model, images, labels, plan, audit, jacobians, doubts, surrogate, progress
+        )
+
+
+@contextmanager
+def _exact_float32() -> Iterator[None]:
+    """Without TF32: what breaks an image only in its rounding would not be reproduced."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def _evaluated(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    plan: Plan,
+    audit: Audit | None,
+    jacobians: int,
+    doubts: bool,
+    surrogate: nn.Module | None,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
     logits = check(model, images, labels, plan.batch)
     right = logits.argmax(1) == labels
     record: dict[str, Any] = {"clean": accuracy(right)}
     found: dict[str, Found] = {}
-    for name in plan.attacks:
+    for name in dict.fromkeys(plan.attacks):
         progress(name)
         found[name] = _batched(ATTACKS[name], model, images, labels, plan)
         record[name] = _reported(name, found[name], images, labels, model, plan)
+    if "pgd" in found:
+        progress("radii")
+        record["against_radius"] = {
+            f"{r:.6g}": accuracy(~_broken_at(model, images, labels, plan, r))
+            for r in (share * plan.radius for share in SHARES)
+            if plan.ball != "linf" or r <= 1
+        }
     if audit is not None:
         radii = torch.cat([certify(part, audit) for part in logits.split(plan.batch)])
         record["certified"] = {
@@ -199,10 +263,43 @@ def evaluate(
         }
     if doubts:
         progress("doubts")
-        record["doubts"], record["evidence"] = doubt(
-            model, images, labels, plan, found.get("pgd"), logits, surrogate
-        )
+        record["doubts"], record["evidence"] = doubt(model, images, labels, plan, found, surrogate)
+        for name, attack in found.items():
+            lost = record[name]["not_reproduced"]
+            if lost:
+                record["doubts"].append(f"{lost} images {name} broke stand on a second look")
+            if name == "cw" and not bool(attack.broken.all()):
+                record["doubts"].append(
+                    f"Carlini & Wagner found nothing at all for {int((~attack.broken).sum())} "
+                    f"images: give it more search_steps or searches"
+                )
     return record
+
+
+SHARES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the radius, for a curve
+
+
+def _broken_at(
+    model: nn.Module, images: Tensor, labels: Tensor, plan: Plan, radius: float
+) -> Tensor:
+    """By PGD with one restart and at most 50 iterations, at another radius."""
+    few = replace(
+        plan, radius=radius, iterations=min(plan.iterations, 50), restarts=1, loss="cross-entropy"
+    )
+    found = _batched(_pgd, model, images, labels, few)
+    return _valid(found, images, labels, model, few.ball, radius, plan.batch)
+
+
+def _valid(
+    found: Found, images: Tensor, labels: Tensor, model: nn.Module, ball: str, radius: float,
+    batch: int,
+) -> Tensor:  # fmt: skip
+    """Whether each image is broken: misclassified as it is, or by a valid perturbation, again."""
+    sizes = perturbation_norms(found.images, images, ball)
+    inside = sizes <= radius * (1 + 1e-5) + 1e-7
+    in_range = ((found.images >= 0) & (found.images <= 1)).flatten(1).all(1)
+    broken = verified(model, found.images, labels, batch) & inside & in_range
+    return broken | verified(model, images, labels, batch)
 
 
 QUANTILES = [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
@@ -248,41 +345,43 @@ def _batched(attack: Attack, model: nn.Module, images: Tensor, labels: Tensor, p
 def _reported(
     name: str, found: Found, images: Tensor, labels: Tensor, model: nn.Module, plan: Plan
 ) -> dict[str, Any]:
-    """Accuracies after the adversarial images were looked at once more, as float32."""
-    broken = verified(model, found.images, labels, plan.batch)
+    """Accuracies after the adversarial images were looked at once more."""
+    radius = math.inf if name in ("cw", "cw-projected") else plan.radius
+    ball = "l2" if name in ("cw", "cw-projected") else plan.ball
+    broken = _valid(found, images, labels, model, ball, radius, plan.batch)
+    result: dict[str, Any] = {"not_reproduced": int((found.broken & ~broken).sum())}
     if name in ("cw", "cw-projected"):
-        sizes = perturbation_norms(found.images, images, "l2")
-        small = torch.where(broken, sizes, math.inf)
-        result: dict[str, Any] = {
-            f"{radius:g}": accuracy(small > radius * (1 + 1e-5)) for radius in sorted(plan.radii)
-        }
-        result["median_norm"] = float(small.median()) if name == "cw" else None
+        clean = verified(model, images, labels, plan.batch)
+        sizes = torch.where(clean, 0.0, perturbation_norms(found.images, images, "l2"))
+        sizes = torch.where(broken, sizes, math.inf)
+        for radius in sorted(plan.radii):
+            result[f"{radius:g}"] = accuracy(sizes > radius * (1 + 1e-5))
+        middle = float(sizes.median())
+        result["median_norm"] = middle if name == "cw" and math.isfinite(middle) else None
         return result
-    sizes = perturbation_norms(found.images, images, plan.ball)
-    inside = sizes <= plan.radius * (1 + 1e-5) + 1e-7
-    in_range = ((found.images >= 0) & (found.images <= 1)).flatten(1).all(1)
-    result = {**accuracy(~(broken & inside & in_range)), "radius": plan.radius, "ball": plan.ball}
-    result["largest_perturbation"] = float(sizes.max())
-    result["not_reproduced"] = int((found.broken & ~broken).sum())
-    if name == "pgd":
-        marks = sorted({0, *(m for m in (1, 2, 5, 10, 20, 50, 100, 200) if m <= plan.iterations)})
+    result |= {**accuracy(~broken), "radius": plan.radius, "ball": plan.ball}
+    result["largest_perturbation"] = float(perturbation_norms(found.images, images, ball).max())
+    if name == "pgd":  # of the first restart
+        marks = [m for m in (0, 1, 2, 5, 10, 20, 50, 100, 200) if m < plan.iterations]
         result["against_iterations"] = {
             str(m): float(((found.iteration < 0) | (found.iteration > m)).float().mean())
-            for m in marks
+            for m in (*marks, plan.iterations)
         }
     return result
 
 
 @torch.no_grad()
 def verified(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
-    """Whether images are misclassified in float32, without TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        wrong = [model(x.float()).argmax(1) for x in images.split(batch)]
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-    return torch.cat(wrong) != labels
+    """Whether images are misclassified, in float32 without TF32; NaN is no answer."""
+    with _exact_float32():
+        logits = torch.cat([model(x.float()).float() for x in images.split(batch)])
+    return (logits.argmax(1) != labels) & logits.isfinite().all(1)
+
+
+def better(one: Tensor, other: Tensor) -> bool:
+    """Whether the first attack breaks more of the same images, beyond chance (one-sided 5 %)."""
+    only, others = int((one & ~other).sum()), int((other & ~one).sum())
+    return only - others > max(1.0, 1.645 * math.sqrt(only + others))
 
 
 def doubt(
@@ -290,69 +389,87 @@ def doubt(
     images: Tensor,
     labels: Tensor,
     plan: Plan,
-    found: Found | None,
-    logits: Tensor,
+    found: dict[str, Found],
     surrogate: nn.Module | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
     """Signs that the attack failed rather than that the network resisted, on at most 200 images."""
     few = slice(0, 200)
     x, y = images[few], labels[few]
     said: list[str] = []
-    step = plan.step * plan.radius
+    clean = verified(model, x, y, plan.batch)
 
-    def standing(attacked: Tensor) -> float:
-        return 1 - float(verified(model, attacked, y, plan.batch).float().mean())
+    def share(broken: Tensor) -> float:
+        return 1 - float(broken.float().mean())
 
-    def last(iterations: int, radius: float = plan.radius) -> float:
-        options = {"radius": radius, "step": step * radius / plan.radius, "ball": plan.ball}
-        return standing(pgd(model, x, y, iterations=iterations, **options))  # type: ignore[arg-type]
+    def last(iterations: int, radius: float = plan.radius, network: nn.Module = model) -> Tensor:
+        attacked = pgd(
+            network, x, y, radius=radius, step=plan.step * radius, iterations=iterations,
+            ball=plan.ball,
+        )  # fmt: skip
+        return verified(model, attacked, y, plan.batch) | clean
 
-    clean = float((logits[few].argmax(1) == y).float().mean())
-    error = math.sqrt(max(clean * (1 - clean), 0.25 / len(x)) / len(x))
-    evidence: dict[str, Any] = {"images": len(x), "clean": clean}
+    evidence: dict[str, Any] = {"images": len(x), "clean": share(clean)}
     with torch.no_grad():
-        again = model(x)
-    same = torch.allclose(again.float(), logits[few], rtol=1e-3, atol=1e-4)
+        same = torch.allclose(model(x), model(x), rtol=1e-4, atol=1e-5)
     evidence["deterministic"] = bool(same)
     if not same:
         said.append("the model answers the same images differently: average over its randomness")
 
     short, long = last(10), last(50)
-    evidence["pgd_10"], evidence["pgd_50"] = short, long
-    if long > short + error:
-        said.append(f"more iterations help the defence: {short:.3f} after 10, {long:.3f} after 50")
+    evidence["pgd_10"], evidence["pgd_50"] = share(short), share(long)
+    if better(short, long):
+        said.append(
+            f"more iterations help the defence: {share(short):.3f} after 10, "
+            f"{share(long):.3f} after 50"
+        )
 
-    radii = [plan.radius * 2**k for k in range(0, 8)]
-    curve = {f"{r:.4f}": last(20, r) for r in radii if r <= (1.0 if plan.ball == "linf" else 1e3)}
+    white = long
+    for name in ("pgd", "autoattack"):
+        if name in found:
+            kept = Found(*(getattr(found[name], f)[few] for f in vars(found[name])))
+            white = white | _valid(kept, x, y, model, plan.ball, plan.radius, plan.batch)
+    evidence["white_box"] = share(white)
+    longer = last(5 * max(50, plan.iterations if plan.iterations <= 50 else 50))
+    evidence["pgd_250"] = share(longer)
+    if better(longer, white):
+        said.append(f"the attack had not converged: {share(longer):.3f} after 250 iterations")
+
+    limit = 1.0 if plan.ball == "linf" else math.sqrt(x[0].numel())
+    curve = {f"{r:.4f}": share(last(20, r)) for r in (plan.radius, limit / 4, limit / 2, limit)}
     evidence["against_radius"] = curve
-    if min(curve.values()) > 0.1 * clean:
+    if min(curve.values()) > max(0.1 * evidence["clean"], 1.5 / len(x)):
         said.append(f"accuracy stays at {min(curve.values()):.3f} however large the perturbation")
 
     attacked = x.detach().requires_grad_()
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(cross_entropy(model(attacked), y).sum(), attacked)
-    zero = float((gradient.flatten(1).abs().amax(1) == 0).float().mean())
-    evidence["images_without_gradient"] = zero
+    sizes = gradient.flatten(1).abs().amax(1)
+    evidence["images_without_gradient"] = zero = float((sizes < 1e-10).float().mean())
     if zero > 0.05:
         said.append(f"{100 * zero:.0f} % of the images have no gradient at all: it is masked")
+    if not bool(gradient.isfinite().all()):
+        said.append("gradients are not all numbers: the attack cannot follow them")
 
-    options = {"radius": plan.radius, "ball": plan.ball, "seed": plan.seed}
-    blind = standing(random_search(model, x, y, **options).images)  # type: ignore[arg-type]
-    white = 1 - float(found.broken[few].float().mean()) if found is not None else min(short, long)
-    evidence["random_search"], evidence["white_box"] = blind, white
-    if blind < white - error:
-        said.append(
-            f"an attack without gradients does better ({blind:.3f}) than the one with ({white:.3f})"
-        )
+    budget = {"radius": plan.radius, "ball": plan.ball, "seed": plan.seed}
+    blind = random_search(model, x, y, **budget)  # type: ignore[arg-type]
+    margins = strongest_pgd(
+        model, x, y, step=plan.step * plan.radius, iterations=50, loss="margin", **budget,  # type: ignore[arg-type]
+    )  # fmt: skip
+    rivals = {
+        "random_search": ("an attack without gradients does better", blind.images),
+        "margin": ("the margin's gradient does better", margins.images),
+    }
     if surrogate is not None:
-        others = {"radius": plan.radius, "step": step, "iterations": 50, "ball": plan.ball}
-        moved = standing(pgd(surrogate, x, y, **others))  # type: ignore[arg-type]
-        evidence["transfer"] = moved
-        if moved < white - error:
-            said.append(
-                f"images made for another network do better ({moved:.3f}) than those made "
-                f"for this one ({white:.3f})"
-            )
+        moved = pgd(
+            surrogate, x, y, radius=plan.radius, step=plan.step * plan.radius, iterations=50,
+            ball=plan.ball,
+        )  # fmt: skip
+        rivals["transfer"] = ("images made for another network do better", moved)
+    for name, (text, attempt) in rivals.items():
+        broken = verified(model, attempt, y, plan.batch) | clean
+        evidence[name] = share(broken)
+        if better(broken, white):
+            said.append(f"{text} ({share(broken):.3f}) than the attack itself ({share(white):.3f})")
     return said, evidence
 
 

@@ -27,6 +27,7 @@ from lipbound.robust.attacks import pgd
 from lipbound.robust.balls import BALLS
 from lipbound.robust.data import Data, Memory, Split, moved, moves
 from lipbound.robust.folder import RunFolder
+from lipbound.robust.freeze import frozen
 from lipbound.robust.models import MODELS, normalized
 from lipbound.robust.replay import Replay
 from lipbound.robust.settings import Settings, as_dict, from_dict
@@ -407,7 +408,7 @@ class Run:
         mode = place is None and chosen.attack_mode == "train"
 
         def attack(images: Tensor, labels: Tensor, start: Tensor | None = None) -> Tensor:
-            with _frozen(model), self._autocast():
+            with frozen(model), self._autocast():
                 return pgd(
                     model, images, labels,
                     radius=chosen.radius, step=chosen.step * chosen.radius, iterations=steps,
@@ -503,19 +504,6 @@ def penalty_of(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None
         iterations=chosen.iterations,
         input_shape=data.input_shape,
     )
-
-
-@contextlib.contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Parameters without gradients: an attack's graph then has the image's alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for p in parameters:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p in parameters:
-            p.requires_grad_(True)
 
 
 @contextlib.contextmanager
