@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import lipbound
 from lipbound.experiments.speed import Direct
-from lipbound.records import append
+from lipbound.records import append, provenance
 from lipbound.robust.models import WideResNet
 
 RADIUS, PGD = 8 / 255, 10
@@ -118,10 +118,7 @@ def main() -> None:
         "overhead_percent": {
             name: overhead(times[name], times["none"]) for name in variants if name != "none"
         },
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "lipbound": lipbound.__version__,
-        "seed": 0,
+        **provenance("cuda"),
     }
     print(json.dumps(record, indent=1))
     if chosen.out:

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import lipbound
-from lipbound.records import append
+from lipbound.records import append, provenance
 from lipbound.robust.attacks import autoattack, strongest_pgd
 from lipbound.robust.models import MODELS
 
@@ -102,10 +101,7 @@ def main() -> None:
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "images_per_second": round(chosen.images / seconds["lipbound"], 2),
         "broken": broken,
-        "device": torch.cuda.get_device_name() if chosen.device == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "lipbound": lipbound.__version__,
-        "seed": 0,
+        **provenance(chosen.device),
     }
     print(json.dumps(record, indent=1))
     if chosen.out:

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import lipbound
-from lipbound.records import append
+from lipbound.records import append, provenance
 from lipbound.robust.data import in_memory
 from lipbound.robust.settings import settings
 from lipbound.robust.team import Team
@@ -77,10 +76,7 @@ def main() -> None:
         "ratio_to_at": {arm: round(value, 4) for arm, value in ratios.items()},
         "epoch_seconds": round(medians["at"] * 50_000 / chosen.batch, 2),
         "warmup_seconds": round(warm, 1),
-        "device": torch.cuda.get_device_name() if chosen.device == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "lipbound": lipbound.__version__,
-        "seed": 0,
+        **provenance(chosen.device),
     }
     print(json.dumps(record, indent=1))
     if chosen.out:

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+from lipbound.experiments import table4
 from lipbound.experiments.reproduce import report, write_figure
 from lipbound.figures import speed_figure
 from lipbound.records import read
@@ -249,11 +250,17 @@ def reproduced(name: str) -> str:
     return report(record)
 
 
+def efficiency() -> str:
+    return table4.report(table4.from_bench(read(RECORDS / "speed-gpu.jsonl")))
+
+
 def main() -> None:
     speed_figure(read(RECORDS / "speed-gpu.jsonl"), ROOT / "docs" / "speed.svg")
     page = "# Results\n\nMade by `make results` from the records in `benchmarks/records`.\n\n"
     parts = [part() for part in (soundness, trained, audits, speed, penalty, training)]
-    page += "\n".join([*parts, *(reproduced(name) for name in ("fig1", "fig2", "table1"))])
+    page += "\n".join(
+        [*parts, *(reproduced(name) for name in ("fig1", "fig2", "table1")), efficiency()]
+    )
     (ROOT / "docs" / "results.md").write_text(page)
     print("wrote docs/results.md")
 

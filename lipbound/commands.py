@@ -324,7 +324,7 @@ def attack(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="fig1, fig2, table1, or all.")],
+    name: Annotated[str, typer.Argument(help="fig1, fig2, table1, table4, or all.")],
     weights: Annotated[
         list[Path] | None,
         typer.Option(help="Trained networks' weights; repeat. The embedded network's without."),

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
+
+
+def provenance(device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    """What every record says of where it was made."""
+    import torch
+
+    from lipbound import __version__
+
+    cuda = device.startswith("cuda")
+    return {
+        "seed": seed,
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "lipbound": __version__,
+    }
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipbound import __version__, audit, sources
+from lipbound import audit, sources
 from lipbound.network import Audit
-from lipbound.records import append, read
+from lipbound.records import append, provenance, read
 
 TORCHVISION = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
@@ -60,7 +59,6 @@ def run(source: str, effort: str, device: str) -> dict[str, Any]:
     found = audit(model, shape, effort=effort)
     seconds = time.perf_counter() - start
     name, _, weights = source.partition("=")
-    cuda = device.startswith("cuda")
     return {
         "experiment": "audits",
         "network": name,
@@ -77,10 +75,7 @@ def run(source: str, effort: str, device: str) -> dict[str, Any]:
         "note": found.note,
         "bounded_part": found.bounded_part.module if found.reason and found.bounded_part else "",
         "seconds": round(seconds, 1),
-        "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "lipbound": __version__,
+        **provenance(device),
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import subprocess
 import sys
@@ -19,9 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lipbound import __version__
+from lipbound.records import provenance
 from lipbound.robust import checkpoints
 
 OPTIONS = ["--arm", "at+spectral", "--preset", "digits", "--device", "cpu", "--resume",
@@ -71,15 +68,12 @@ def kills(count: int, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
     return {
         "experiment": "kills",
         "kills": count,
-        "seed": seed,
         "epochs": epochs,
         "steps_after_each": steps,
         "different": different,
         "left_behind": left,
         "options": OPTIONS,
-        "device": f"CPU, {platform.machine()}",
-        "torch": torch.__version__,
-        "lipbound": __version__,
+        **provenance(seed=seed),
     }
 
 

@@ -7,15 +7,14 @@ made from it and from nothing else.
 from __future__ import annotations
 
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from lipbound import __version__
-from lipbound.experiments import fig1, fig2, table1
+from lipbound.experiments import fig1, fig2, table1, table4
+from lipbound.records import provenance
 
 
 class Experiment(Protocol):
@@ -28,7 +27,7 @@ class Experiment(Protocol):
         """Markdown."""
 
 
-EXPERIMENTS: dict[str, Any] = {"fig1": fig1, "fig2": fig2, "table1": table1}
+EXPERIMENTS: dict[str, Any] = {"fig1": fig1, "fig2": fig2, "table1": table1, "table4": table4}
 """Name → module."""
 
 
@@ -44,11 +43,8 @@ def run(name: str, tiny: bool, weights: list[Path]) -> dict[str, Any]:
         if getattr(EXPERIMENTS[name], "TRAINED", True)
         else ["random kernels"],
         **measured,
-        "seed": 0,
         "seconds": round(time.perf_counter() - start, 1),
-        "device": f"CPU, {platform.machine()}",
-        "torch": torch.__version__,
-        "lipbound": __version__,
+        **provenance(),
     }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipbound import __version__
 from lipbound.network import audit
+from lipbound.records import provenance
 from lipbound.robust import checkpoints
 from lipbound.robust.evaluate import Plan, evaluate
 from lipbound.robust.settings import Settings, from_dict
@@ -105,7 +105,5 @@ def assess(
         "model": network.settings.model,
         "plan": vars(plan),
         **record,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "lipbound": __version__,
+        **provenance(str(device), plan.seed),
     }
