@@ -383,3 +383,67 @@ def test_summary_and_settings_are_json(tmp_path):
     summary = train(chosen("at", epochs=1), blobs(), tmp_path, device="cpu")
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert json.loads((tmp_path / "settings.json").read_text())["epochs"] == 1
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_what_an_attack_does_to_batchnorm(mode):
+    run = Run(chosen("at", attack_mode=mode), blobs(channels=3), Team(torch.device("cpu")))
+    run.advance()
+    counts = {int(b) for n, b in run.model.named_buffers() if n.endswith("num_batches_tracked")}
+    assert counts == {1 if mode == "eval" else 1 + SMALL["attack"]}
+
+
+def test_averaged_weights():
+    run = Run(chosen("at", ema=0.75), blobs(channels=3), Team(torch.device("cpu")))
+    expected = [p.detach().clone() for p in run.model.parameters()]
+    for _ in range(3):
+        run.advance()
+        expected = [
+            0.75 * e + 0.25 * p.detach() for e, p in zip(expected, run.parameters, strict=True)
+        ]
+    for mine, average in zip(run.average.parameters(), expected, strict=True):
+        torch.testing.assert_close(mine.detach(), average)
+    for mine, buffer in zip(run.average.buffers(), run.model.buffers(), strict=True):
+        assert torch.equal(mine, buffer)
+
+
+def test_a_step_is_sgd_on_loss_and_penalty():
+    """One step by hand: attack, smoothed loss, decay, penalty, momentum."""
+    wanted = chosen("at+lipreg", label_smoothing=0.1, weight_decay=0.01, penalty_weight=0.2)
+    data = blobs(channels=3)
+    run, other = (Run(wanted, data, Team(torch.device("cpu"))) for _ in range(2))
+    images, labels = other._batch()
+    images = other._attacked(other.model, images, labels, wanted.attack)
+    loss = torch.nn.functional.cross_entropy(
+        other.model.train()(images), labels, label_smoothing=0.1
+    )
+    (loss + other.penalty()).backward()
+    rate = wanted.learning_rate(0, other.steps)
+    run.advance()
+    for mine, start in zip(run.parameters, other.parameters, strict=True):
+        expected = start - rate * (start.grad + 0.01 * start)
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_best_is_chosen_on_held_out_images_alone(tmp_path):
+    data = blobs(400, channels=3)
+    train(chosen("at", epochs=5), data, tmp_path, device="cpu")
+    records = read(tmp_path / "records.jsonl")
+    best = checkpoints.about(tmp_path / "best.safetensors")["record"]
+    assert best["held_out_pgd_accuracy"] == max(r["held_out_pgd_accuracy"] for r in records)
+    run = Run(chosen("at"), data, Team(torch.device("cpu")))
+    assert not set(run.held.tolist()) & set(run.kept.tolist())
+    assert len(run.held) + len(run.kept) == len(data.train)
+    seen = set()
+    load = run.train.load
+
+    class Spy:
+        def stream(self, batches, seed):
+            for batch in batches:
+                seen.update(batch.tolist())
+                yield load(batch)
+
+    run.train = Spy()
+    for _ in range(run.per_epoch):
+        run.advance()
+    assert seen <= set(run.kept.tolist())
