@@ -68,7 +68,11 @@ class Constrained(nn.Module):
         if self.training:
             with torch.autocast(weight.device.type, enabled=False):
                 return weight * (self.norm / self._estimate(weight)).clamp_max(1.0).to(weight.dtype)
-        if not torch.compiler.is_exporting():  # an exported graph has the number found before
+        if torch.compiler.is_exporting():  # the graph has the number found before
+            return weight * self.scale.to(weight.dtype)
+        if torch.compiler.is_compiling():  # it looks at values: the graph breaks here
+            torch.compiler.disable(self._certify)(weight)
+        else:
             self._certify(weight)
         return weight * self.scale.to(weight.dtype)
 
@@ -94,7 +98,6 @@ class Constrained(nn.Module):
             self.left.copy_(left)
         return (values.amax() * conv.padding_gain()).clamp_min(1e-30)
 
-    @torch.compiler.disable  # it looks at values
     @torch.no_grad()
     def _certify(self, weight: Tensor) -> None:
         """Set the scale at which the product, rounded, is proved to keep the limit.

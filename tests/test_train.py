@@ -142,7 +142,7 @@ def test_two_processes_are_one(tmp_path):
     for count, name in ((1, "one"), (2, "two")):
         script = worker(tmp_path, tmp_path / name, save=0, **options)
         run = [sys.executable, str(script)] if count == 1 else torchrun(script, count)
-        subprocess.run(run, check=True, capture_output=True, timeout=300)
+        subprocess.run(run, check=True, capture_output=True, timeout=120)
     one, two = (read(tmp_path / d / "records.jsonl") for d in ("one", "two"))
     for mine, yours in zip(one, two, strict=True):
         for key in ("loss", "penalty", "log10_product", "train_accuracy"):
@@ -187,7 +187,7 @@ with team("cpu") as who:
 def test_processes_hold_one_network_with_batchnorm_too(tmp_path, batchnorm):
     script = tmp_path / "together.py"
     script.write_text(TOGETHER.format(tests=str(Path(__file__).parent), batchnorm=batchnorm))
-    done = subprocess.run(torchrun(script, 2), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(torchrun(script, 2), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

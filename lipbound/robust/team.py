@@ -79,5 +79,6 @@ def team(device: str | None = None) -> Iterator[Team]:
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         yield Team(place, dist.get_rank(), dist.get_world_size())
+        dist.barrier()  # leave together: gloo may wait for ever for one that has gone
     finally:
         dist.destroy_process_group()

@@ -77,7 +77,22 @@ def train(
         ValueError: If the folder holds a run already (and ``resume`` is not set) or another one.
         FloatingPointError: If the loss is no longer finite; no checkpoint holds that.
     """
-    with team(device) as who, RunFolder(out, who.first) as folder, _signals() as stop:
+    # In a function of its own: everything that talks to the others is gone before they part.
+    with team(device) as who:
+        return _trained(chosen, data, out, who, resume, time_limit, save_every, watcher)
+
+
+def _trained(
+    chosen: Settings,
+    data: Data,
+    out: Path,
+    who: Team,
+    resume: bool,
+    time_limit: float | None,
+    save_every: int,
+    watcher: Watcher | None,
+) -> dict[str, Any]:
+    with RunFolder(out, who.first) as folder, _signals() as stop:
         run = Run(chosen, data, who)
         state = folder.open(as_dict(chosen), resume)
         if state is not None:
