@@ -158,11 +158,10 @@ def strongest_pgd(
         compact: Iterations between looks at which images are done.
 
     Example:
-        >>> images, labels = torch.full((1, 1, 1, 2), 0.5), torch.tensor([1])
-        >>> found = strongest_pgd(lambda x: x.flatten(1), images, labels,
-        ...                       radius=0.1, step=0.1, iterations=2)
-        >>> found.broken, found.iteration
-        (tensor([True]), tensor([0]))
+        >>> images, labels = torch.tensor([[[[0.4, 0.6]]]]), torch.tensor([1])
+        >>> [bool(strongest_pgd(lambda x: x.flatten(1), images, labels, radius=radius,
+        ...                     step=radius, iterations=2).broken) for radius in (0.09, 0.11)]
+        [False, True]
     """
     kind = BALLS[ball]
     draw = torch.Generator(images.device).manual_seed(seed)
