@@ -229,3 +229,24 @@ def test_weights_that_are_no_numbers_are_named():
         free(layer).fill_(torch.nan)
     with pytest.raises(ValueError, match="NaN or infinite"):
         layer.eval()
+
+
+def test_a_little_above_the_limit_is_above_it():
+    torch.manual_seed(0)
+    layer = nn.Conv2d(2, 3, 3).double()
+    with torch.no_grad():
+        layer.weight *= 1.004 / bracket(layer, 1e-6).upper
+    constrain(layer, 1.0).eval()
+    assert bracket(layer).upper <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+def test_padding_counts_while_training(mode):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode)
+    with torch.no_grad():
+        layer.weight *= 9
+    constrain(layer, 1.0)
+    for _ in range(20):
+        layer(torch.randn(1, 2, 6, 6))
+    assert bracket(layer).upper < 1.01
