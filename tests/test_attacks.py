@@ -384,3 +384,44 @@ def test_the_command(trained, monkeypatch, capsys, tmp_path):
     ):
         code, _, err = run(monkeypatch, capsys, *wrong)
         assert (code, message in err) == (2, True), err
+
+
+def test_the_last_step_is_looked_at():
+    torch.manual_seed(0)
+    weight = torch.randn(12)
+    images = 0.4 + 0.2 * torch.rand(40, 3, 2, 2)
+    gaps = (images.flatten(1) - 0.5) @ weight
+    labels = (gaps < 0).long()
+
+    def logits(x):
+        score = (x.flatten(1) - 0.5) @ weight
+        return torch.stack([score, -score], 1)
+
+    distance = gaps.abs() / weight.abs().sum()
+    radius = float(distance.median()) * 1.01
+    found = strongest_pgd(logits, images, labels, radius=radius, step=2 * radius, iterations=1)
+    assert torch.equal(found.broken, distance < radius), "one step is enough on a linear model"
+
+
+def test_mistakes_count_whatever_the_attack_makes_of_them():
+    class Stripes(nn.Module):
+        """The class is a fast function of one pixel: attacks may well mend a mistake."""
+
+        def forward(self, x):
+            wave = torch.sin(200 * x[:, 0, 0, 0])
+            return torch.stack([wave, -wave], 1)
+
+    torch.manual_seed(0)
+    images = torch.rand(60, 1, 2, 2)
+    model = Stripes().eval()
+    labels = 1 - model(images).argmax(1)  # all of them mistakes
+    plan = Plan(("pgd",), radius=0.1, step=0.05, iterations=3, restarts=1)
+    found = evaluate(model, images, labels, plan, doubts=False)
+    assert found["clean"]["accuracy"] == found["pgd"]["accuracy"] == 0
+
+
+def test_gradients_that_are_no_numbers_do_not_help(trained):
+    model, images, labels, _ = trained
+    budget = {"radius": 0.6, "step": 0.12, "iterations": 20, "ball": "l2"}
+    found = strongest_pgd(Nan(model).eval(), images, labels, **budget)
+    assert bool(found.images.isfinite().all())
