@@ -425,3 +425,5 @@ def test_gradients_that_are_no_numbers_do_not_help(trained):
     budget = {"radius": 0.6, "step": 0.12, "iterations": 20, "ball": "l2"}
     found = strongest_pgd(Nan(model).eval(), images, labels, **budget)
     assert bool(found.images.isfinite().all())
+    honest = strongest_pgd(model, images, labels, **budget)
+    assert found.broken.sum() >= 0.9 * honest.broken.sum(), "the other pixels still have theirs"
