@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from lipbound.experiments import fig1, fig2, table1, table4
 from lipbound.records import provenance
 
@@ -34,8 +32,7 @@ EXPERIMENTS: dict[str, Any] = {"fig1": fig1, "fig2": fig2, "table1": table1, "ta
 def run(name: str, tiny: bool, weights: list[Path]) -> dict[str, Any]:
     """Compute one experiment's record."""
     start = time.perf_counter()
-    with torch.no_grad():
-        measured = EXPERIMENTS[name].compute(tiny, weights)
+    measured = EXPERIMENTS[name].compute(tiny, weights)
     return {
         "experiment": name,
         "tiny": tiny,
