@@ -190,9 +190,7 @@ def train(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars too.")] = False,
 ) -> None:
     """Train a network: adversarially, Lipschitz-regularized, both or neither."""
-    import lipbound.experiments.packed  # noqa: F401  adds its data sets
     from lipbound.report import TrainingView, training_table
-    from lipbound.robust.data import DATA
     from lipbound.robust.settings import ARMS, parse, settings
     from lipbound.robust.train import train as run_training
 
@@ -211,9 +209,7 @@ def train(
     else:
         own = {arms[0]: changes}
     runs = [settings(name, preset, **own[name]) for name in arms]
-    if runs[0].data not in DATA:
-        raise ValueError(f"unknown data {runs[0].data!r}; there are {', '.join(DATA)}")
-    images = DATA[runs[0].data](folder)
+    images = _data(runs[0].data, folder)
     summaries = []
     for chosen in runs:
         place = out if len(runs) == 1 else out / chosen.arm.replace("+", "-")
@@ -275,11 +271,9 @@ def attack(
 
     import torch
 
-    import lipbound.experiments.packed  # noqa: F401  adds its data sets
     from lipbound.records import append
     from lipbound.report import attack_table
     from lipbound.robust.assess import assess, networks
-    from lipbound.robust.data import DATA
     from lipbound.robust.evaluate import Plan
     from lipbound.robust.team import team
 
@@ -290,15 +284,13 @@ def attack(
     paths = networks(checkpoint)
     trained = paths[0].settings
     name = data or trained.data
-    if name not in DATA:
-        raise ValueError(f"unknown data {name!r}; there are {', '.join(DATA)}")
     plan = Plan(
         tuple(attacks or ["pgd"]), ball or trained.ball,
         trained.radius if radius is None else radius, step, iterations, restarts, loss, decay,
         radii=tuple(l2_radius or (0.6, 0.8)),
         batch=batch, seed=seed,
     )  # fmt: skip
-    test = DATA[name](folder).test
+    test = _data(name, folder).test
     images = test.load(torch.arange(min(count or len(test), len(test))))
     records = []
     with team(device) as who:
@@ -344,6 +336,16 @@ def reproduce(
         steps.save(record, out)
         steps.write_figure(record, out)
         typer.echo(steps.report(record))
+
+
+def _data(name: str, folder: Path | None) -> Any:
+    """A data set by name, those this project packs for itself among them."""
+    import lipbound.experiments.packed  # noqa: F401  adds its data sets
+    from lipbound.robust.data import DATA
+
+    if name not in DATA:
+        raise ValueError(f"unknown data {name!r}; there are {', '.join(DATA)}")
+    return DATA[name](folder)
 
 
 def _write_page(found: Any, name: str, path: Path) -> None:

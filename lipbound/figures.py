@@ -25,7 +25,7 @@ STYLES = {
 
 def portrait_png(portrait: Portrait) -> bytes:
     """σ1 over the torus with its maximizer, and the distribution of all singular values."""
-    pyplot = _pyplot()
+    pyplot = canvas()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(5.6, 2.5), width_ratios=(1, 1.05))
     grey, warm, cool = "#808890", "#d1495b", "#3a7ca5"
     if portrait.heights.ndim == 2:
@@ -68,19 +68,26 @@ def _palette(png: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def _pyplot() -> Any:
+def canvas() -> Any:
+    """pyplot without a screen; the same figure gives the same file."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams["svg.hashsalt"] = "lipbound"
     return pyplot
+
+
+def save(figure: Any, path: Path, dpi: int = 100) -> None:
+    """Write a figure without the date, and close it."""
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=dpi)
+    canvas().close(figure)
 
 
 def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Milliseconds of every contender, one line per network, on a logarithmic axis."""
-    pyplot = _pyplot()
-    pyplot.rcParams["svg.hashsalt"] = "lipbound"  # the same figure, the same file
+    pyplot = canvas()
     names = [record["network"] for record in records]
     figure, axes = pyplot.subplots(figsize=(8.2, 1.6 + 0.25 * len(names)), layout="constrained")
     for method, (label, colour, marker) in STYLES.items():
@@ -101,14 +108,12 @@ def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy against PGD's iterations and the radius, Jacobian norms; one colour a network."""
-    pyplot = _pyplot()
-    pyplot.rcParams["svg.hashsalt"] = "lipbound"
+    pyplot = canvas()
     figure, places = pyplot.subplots(1, 3, figsize=(10.4, 3.2), layout="constrained")
     left, middle, right = places
     for index, record in enumerate(records):
@@ -136,5 +141,4 @@ def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (left, middle):
         axes.set_ylim(0, 1)
     middle.legend(frameon=False, fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    save(figure, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: If a line is no JSON object.
     """
-    if not path.exists():
-        return []
+    return parse(path, path.read_text().splitlines()) if path.exists() else []
+
+
+def parse(path: Path, lines: Sequence[str]) -> list[dict[str, Any]]:
+    """The records of a file's lines."""
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:

@@ -52,13 +52,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:
     """The network ``lipbound train`` wrote to this file, its input shape and a title."""
     from lipbound.robust import checkpoints
-    from lipbound.robust.train import load_model
+    from lipbound.robust.train import load_trained
 
     about = checkpoints.about(path) if path.suffix in SAFE and path.is_file() else None
     if about is None or "classes" not in about:
         return None
-    chosen = about["settings"]
-    return *load_model(path), f"{chosen['model']}, {chosen['arm']}, {path.name}"
+    found = load_trained(path)
+    title = f"{found.settings.model}, {found.settings.arm}, {path.name}"
+    return found.model, found.input_shape, title
 
 
 def own_model(name: str) -> nn.Module | None:

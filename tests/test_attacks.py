@@ -91,19 +91,24 @@ def test_carlini_wagner_is_as_close_as_foolboxs(trained):
     assert counts == sorted(counts)
 
 
-@pytest.mark.parametrize("ball", ["linf", "l2"])
-def test_minimal_norms_of_a_linear_model(ball):
-    """Two classes, logits ±w·x/2: the distance to the boundary is |w·x|/‖w‖."""
+def two_classes(count: int):
+    """A linear classifier with logits ±w·x/2, images, their w·x, and its own labels."""
     torch.manual_seed(0)
     weight = torch.randn(12)
-    images = 0.4 + 0.2 * torch.rand(10, 3, 2, 2)
+    images = 0.4 + 0.2 * torch.rand(count, 3, 2, 2)
     gaps = (images.flatten(1) - 0.5) @ weight
-    labels = (gaps < 0).long()
 
     def logits(x):
         score = (x.flatten(1) - 0.5) @ weight
         return torch.stack([score, -score], 1) / 2
 
+    return logits, weight, images, gaps, (gaps < 0).long()
+
+
+@pytest.mark.parametrize("ball", ["linf", "l2"])
+def test_minimal_norms_of_a_linear_model(ball):
+    """Two classes, logits ±w·x/2: the distance to the boundary is |w·x|/‖w‖."""
+    logits, weight, images, gaps, labels = two_classes(10)
     dual = weight.abs().sum() if ball == "linf" else weight.norm()
     distance = gaps.abs() / dual
     if ball == "l2":
@@ -387,16 +392,7 @@ def test_the_command(trained, monkeypatch, capsys, tmp_path):
 
 
 def test_the_last_step_is_looked_at():
-    torch.manual_seed(0)
-    weight = torch.randn(12)
-    images = 0.4 + 0.2 * torch.rand(40, 3, 2, 2)
-    gaps = (images.flatten(1) - 0.5) @ weight
-    labels = (gaps < 0).long()
-
-    def logits(x):
-        score = (x.flatten(1) - 0.5) @ weight
-        return torch.stack([score, -score], 1)
-
+    logits, weight, images, gaps, labels = two_classes(40)
     distance = gaps.abs() / weight.abs().sum()
     radius = float(distance.median()) * 1.01
     found = strongest_pgd(logits, images, labels, radius=radius, step=2 * radius, iterations=1)

@@ -47,17 +47,14 @@ def run(name: str, tiny: bool, weights: list[Path]) -> dict[str, Any]:
 
 def write_figure(record: dict[str, Any], folder: Path) -> Path | None:
     """Draw the record's figure, if it has one."""
-    from lipbound.figures import _pyplot
+    from lipbound.figures import canvas
+    from lipbound.figures import save as save_figure
 
     module = EXPERIMENTS[record["experiment"]]
     if not hasattr(module, "figure"):
         return None
     path = folder / f"{record['experiment']}.{getattr(module, 'FORMAT', 'svg')}"
-    pyplot = _pyplot()
-    pyplot.rcParams["svg.hashsalt"] = "lipbound"
-    made = module.figure(record, pyplot)
-    made.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=130)
-    pyplot.close(made)
+    save_figure(module.figure(record, canvas()), path, dpi=130)
     return path
 
 

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipbound.network import audit
 from lipbound.records import provenance
-from lipbound.robust import checkpoints
 from lipbound.robust.evaluate import Plan, evaluate
-from lipbound.robust.settings import Settings, from_dict
-from lipbound.robust.train import load_model
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A network on disk.
-
-    Attributes:
-        path: Its file.
-        settings: Of the run it comes from.
-        model: In eval mode.
-        input_shape: Of one image.
-    """
-
-    path: Path
-    settings: Settings
-    model: nn.Module
-    input_shape: tuple[int, ...]
+from lipbound.robust.train import Trained, load_trained
 
 
 def networks(path: Path) -> list[Trained]:
@@ -48,13 +28,7 @@ def networks(path: Path) -> list[Trained]:
         files = [f for f in (path / "best.safetensors", path / "final.safetensors") if f.is_file()]
         if not files:
             raise ValueError(f"{str(path)!r} holds no best.safetensors and no final.safetensors")
-    found = []
-    for file in files:
-        model, shape = load_model(file)
-        about = checkpoints.about(file)
-        assert about is not None
-        found.append(Trained(file, from_dict(about["settings"]), model, shape))
-    return found
+    return [load_trained(file) for file in files]
 
 
 def assess(

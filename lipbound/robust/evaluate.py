@@ -167,6 +167,18 @@ def accuracy(right: Tensor) -> dict[str, Any]:
     return {"accuracy": good / count, "interval": interval(good, count), "images": count}
 
 
+@contextmanager
+def _exact_float32() -> Iterator[None]:
+    """Without TF32: what breaks an image only in its rounding would not be reproduced."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@_exact_float32()
 def evaluate(
     model: nn.Module,
     images: Tensor,
@@ -203,103 +215,78 @@ def evaluate(
             logits that are no numbers, a model in training mode.
     """
     plan = plan or Plan()
-    with _exact_float32(), frozen(model):
-        return _evaluated(
-            model, images, labels, plan, audit, jacobians, doubts, surrogate, progress
-        )
-
-
-@contextmanager
-def _exact_float32() -> Iterator[None]:
-    """Without TF32: what breaks an image only in its rounding would not be reproduced."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-def _evaluated(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    plan: Plan,
-    audit: Audit | None,
-    jacobians: int,
-    doubts: bool,
-    surrogate: nn.Module | None,
-    progress: Callable[[str], None],
-) -> dict[str, Any]:
-    logits = check(model, images, labels, plan.batch)
-    right = logits.argmax(1) == labels
-    record: dict[str, Any] = {"clean": accuracy(right)}
-    found: dict[str, Found] = {}
-    for name in dict.fromkeys(plan.attacks):
-        progress(name)
-        found[name] = _batched(ATTACKS[name], model, images, labels, plan)
-        record[name] = _reported(name, found[name], images, labels, model, plan)
-    if "pgd" in found:
-        progress("radii")
-        record["against_radius"] = {
-            f"{r:.6g}": accuracy(~_broken_at(model, images, labels, plan, r))
-            for r in (share * plan.radius for share in SHARES)
-            if plan.ball != "linf" or r <= 1
-        }
-    if audit is not None:
-        radii = torch.cat([certify(part, audit) for part in logits.split(plan.batch)])
-        record["certified"] = {
-            f"{radius:.4f}": accuracy(right & (radii > radius)) for radius in CERTIFIED_RADII
-        }
-        record["median_certified_radius"] = float(radii[right].median()) if right.any() else 0.0
-    if jacobians:
-        progress("jacobians")
-        norms = jacobian_norms(model, images[:jacobians])
-        record["jacobian_norms"] = {
-            "mean": float(norms.mean()),
-            "quantiles": [float(q) for q in norms.quantile(norms.new_tensor(QUANTILES))],
-            "levels": QUANTILES,
-            "all": [round(float(n), 4) for n in norms],
-        }
-    if doubts:
-        progress("doubts")
-        record["doubts"], record["evidence"] = doubt(model, images, labels, plan, found, surrogate)
-        for name, attack in found.items():
-            lost = record[name]["not_reproduced"]
-            if lost:
-                record["doubts"].append(f"{lost} images {name} broke stand on a second look")
-            if name == "cw" and not bool(attack.broken.all()):
-                record["doubts"].append(
-                    f"Carlini & Wagner found nothing at all for {int((~attack.broken).sum())} "
-                    f"images: give it more search_steps or searches"
-                )
-    return record
+    with frozen(model):
+        logits = check(model, images, labels, plan.batch)
+        right = logits.argmax(1) == labels
+        record: dict[str, Any] = {"clean": accuracy(right)}
+        found: dict[str, Found] = {}
+        for name in dict.fromkeys(plan.attacks):
+            progress(name)
+            found[name] = _batched(ATTACKS[name], model, images, labels, plan)
+            record[name] = _reported(name, found[name], images, labels, ~right, model, plan)
+        if "pgd" in found:
+            progress("radii")
+            record["against_radius"] = {
+                f"{r:.6g}": accuracy(~_broken_at(model, images, labels, ~right, plan, r))
+                for r in (share * plan.radius for share in SHARES)
+                if plan.ball != "linf" or r <= 1
+            }
+        if audit is not None:
+            radii = torch.cat([certify(part, audit) for part in logits.split(plan.batch)])
+            record["certified"] = {
+                f"{radius:.4f}": accuracy(right & (radii > radius)) for radius in CERTIFIED_RADII
+            }
+            record["median_certified_radius"] = float(radii[right].median()) if right.any() else 0.0
+        if jacobians:
+            progress("jacobians")
+            norms = jacobian_norms(model, images[:jacobians])
+            record["jacobian_norms"] = {
+                "mean": float(norms.mean()),
+                "quantiles": [float(q) for q in norms.quantile(norms.new_tensor(QUANTILES))],
+                "levels": QUANTILES,
+                "all": [round(float(n), 4) for n in norms],
+            }
+        if doubts:
+            progress("doubts")
+            record["doubts"], record["evidence"] = doubt(
+                model, images, labels, ~right, plan, found, surrogate
+            )
+            for name, attack in found.items():
+                lost = record[name]["not_reproduced"]
+                if lost:
+                    record["doubts"].append(f"{lost} images {name} broke stand on a second look")
+                if name == "cw" and not bool(attack.broken.all()):
+                    record["doubts"].append(
+                        f"Carlini & Wagner found nothing at all for {int((~attack.broken).sum())} "
+                        f"images: give it more search_steps or searches"
+                    )
+        return record
 
 
 SHARES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the radius, for a curve
 
 
 def _broken_at(
-    model: nn.Module, images: Tensor, labels: Tensor, plan: Plan, radius: float
+    model: nn.Module, images: Tensor, labels: Tensor, mistakes: Tensor, plan: Plan, radius: float
 ) -> Tensor:
     """By PGD with one restart and at most 50 iterations, at another radius."""
     few = replace(
         plan, radius=radius, iterations=min(plan.iterations, 50), restarts=1, loss="cross-entropy"
     )
     found = _batched(_pgd, model, images, labels, few)
-    return _valid(found, images, labels, model, few.ball, radius, plan.batch)
+    return _valid(found, images, labels, mistakes, model, few.ball, radius, plan.batch)
 
 
 def _valid(
-    found: Found, images: Tensor, labels: Tensor, model: nn.Module, ball: str, radius: float,
-    batch: int,
+    found: Found, images: Tensor, labels: Tensor, mistakes: Tensor, model: nn.Module, ball: str,
+    radius: float, batch: int,
 ) -> Tensor:  # fmt: skip
-    """Whether each image is broken: misclassified as it is, or by a valid perturbation, again."""
+    """Whether each image is broken: a mistake as it is, or by a valid perturbation, again."""
     sizes = perturbation_norms(found.images, images, ball)
     inside = sizes <= radius * (1 + 1e-5) + 1e-7
     in_range = ((found.images >= 0) & (found.images <= 1)).flatten(1).all(1)
     broken = verified(model, found.images, labels, batch) & inside & in_range
-    return broken | verified(model, images, labels, batch)
+    return broken | mistakes
 
 
 QUANTILES = [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
@@ -343,16 +330,16 @@ def _batched(attack: Attack, model: nn.Module, images: Tensor, labels: Tensor, p
 
 
 def _reported(
-    name: str, found: Found, images: Tensor, labels: Tensor, model: nn.Module, plan: Plan
-) -> dict[str, Any]:
+    name: str, found: Found, images: Tensor, labels: Tensor, mistakes: Tensor, model: nn.Module,
+    plan: Plan,
+) -> dict[str, Any]:  # fmt: skip
     """Accuracies after the adversarial images were looked at once more."""
-    radius = math.inf if name in ("cw", "cw-projected") else plan.radius
-    ball = "l2" if name in ("cw", "cw-projected") else plan.ball
-    broken = _valid(found, images, labels, model, ball, radius, plan.batch)
+    bounded = name not in ("cw", "cw-projected")
+    ball, radius = (plan.ball, plan.radius) if bounded else ("l2", math.inf)
+    broken = _valid(found, images, labels, mistakes, model, ball, radius, plan.batch)
     result: dict[str, Any] = {"not_reproduced": int((found.broken & ~broken).sum())}
-    if name in ("cw", "cw-projected"):
-        clean = verified(model, images, labels, plan.batch)
-        sizes = torch.where(clean, 0.0, perturbation_norms(found.images, images, "l2"))
+    if not bounded:
+        sizes = torch.where(mistakes, 0.0, perturbation_norms(found.images, images, "l2"))
         sizes = torch.where(broken, sizes, math.inf)
         for radius in sorted(plan.radii):
             result[f"{radius:g}"] = accuracy(sizes > radius * (1 + 1e-5))
@@ -370,11 +357,11 @@ def _reported(
     return result
 
 
+@_exact_float32()
 @torch.no_grad()
 def verified(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
     """Whether images are misclassified, in float32 without TF32; NaN is no answer."""
-    with _exact_float32():
-        logits = torch.cat([model(x.float()).float() for x in images.split(batch)])
+    logits = torch.cat([model(x.float()).float() for x in images.split(batch)])
     return (logits.argmax(1) != labels) & logits.isfinite().all(1)
 
 
@@ -388,6 +375,7 @@ def doubt(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
+    mistakes: Tensor,
     plan: Plan,
     found: dict[str, Found],
     surrogate: nn.Module | None = None,
@@ -396,7 +384,7 @@ def doubt(
     few = slice(0, 200)
     x, y = images[few], labels[few]
     said: list[str] = []
-    clean = verified(model, x, y, plan.batch)
+    clean = mistakes[few]
 
     def share(broken: Tensor) -> float:
         return 1 - float(broken.float().mean())
@@ -427,9 +415,9 @@ def doubt(
     for name in ("pgd", "autoattack"):
         if name in found:
             kept = Found(*(getattr(found[name], f)[few] for f in vars(found[name])))
-            white = white | _valid(kept, x, y, model, plan.ball, plan.radius, plan.batch)
+            white = white | _valid(kept, x, y, clean, model, plan.ball, plan.radius, plan.batch)
     evidence["white_box"] = share(white)
-    longer = last(5 * max(50, plan.iterations if plan.iterations <= 50 else 50))
+    longer = last(250)
     evidence["pgd_250"] = share(longer)
     if better(longer, white):
         said.append(f"the attack had not converged: {share(longer):.3f} after 250 iterations")
@@ -456,17 +444,16 @@ def doubt(
         model, x, y, step=plan.step * plan.radius, iterations=50, loss="margin", **budget,  # type: ignore[arg-type]
     )  # fmt: skip
     rivals = {
-        "random_search": ("an attack without gradients does better", blind.images),
-        "margin": ("the margin's gradient does better", margins.images),
+        name: (text, verified(model, attempt.images, y, plan.batch) | clean)
+        for name, text, attempt in (
+            ("random_search", "an attack without gradients does better", blind),
+            ("margin", "the margin's gradient does better", margins),
+        )
     }
     if surrogate is not None:
-        moved = pgd(
-            surrogate, x, y, radius=plan.radius, step=plan.step * plan.radius, iterations=50,
-            ball=plan.ball,
-        )  # fmt: skip
+        moved = last(50, network=surrogate)
         rivals["transfer"] = ("images made for another network do better", moved)
-    for name, (text, attempt) in rivals.items():
-        broken = verified(model, attempt, y, plan.batch) | clean
+    for name, (text, broken) in rivals.items():
         evidence[name] = share(broken)
         if better(broken, white):
             said.append(f"{text} ({share(broken):.3f}) than the attack itself ({share(white):.3f})")

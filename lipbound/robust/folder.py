@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from lipbound.records import append, read
+from lipbound.records import append, parse
 from lipbound.robust import checkpoints
 
 
@@ -89,18 +89,12 @@ class RunFolder:
         return self.checkpoints.newest(settings)
 
     def cut_records(self, step: int) -> None:
-        """Drop records of steps that will be done again."""
+        """Drop records of steps that will be done again, and a line that a kill cut off."""
         if self.writes and self.records.exists():
-            kept = [r for r in self._whole_records() if r["step"] <= step]
-            lines = "".join(json.dumps(r) + "\n" for r in kept)
-            checkpoints.write(self.records, lines.encode())
-
-    def _whole_records(self) -> list[dict[str, Any]]:
-        """All of them but a last line that was cut off by a kill."""
-        lines = self.records.read_text().splitlines(keepends=True)
-        whole = "".join(line for line in lines if line.endswith("\n"))
-        checkpoints.write(self.records, whole.encode())
-        return read(self.records)
+            lines = self.records.read_text().splitlines(keepends=True)
+            whole = parse(self.records, [line for line in lines if line.endswith("\n")])
+            kept = "".join(json.dumps(r) + "\n" for r in whole if r["step"] <= step)
+            checkpoints.write(self.records, kept.encode())
 
     def record(self, record: dict[str, Any]) -> None:
         if self.writes:

@@ -78,7 +78,8 @@ def team(device: str | None = None) -> Iterator[Team]:
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
-        yield Team(place, dist.get_rank(), dist.get_world_size())
-        dist.barrier()  # leave together: gloo may wait for ever for one that has gone
+        who = Team(place, dist.get_rank(), dist.get_world_size())
+        yield who
+        who.wait()  # leave together: gloo may wait for ever for one that has gone
     finally:
         dist.destroy_process_group()

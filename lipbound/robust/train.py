@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -234,7 +235,7 @@ class Run:
         loss, value, right = self._means()
         self.sums.zero_()
         held = self.held[: self.chosen.check]
-        clean, robust = self.measure(self.data.train, held) if len(held) else (math.nan, math.nan)
+        clean, robust = self.measure(self.train, held) if len(held) else (math.nan, math.nan)
         score = robust if self.chosen.attack else clean
         better = not score <= self.best  # without held-out images the newest is the best
         self.best = score if better else self.best
@@ -279,8 +280,8 @@ class Run:
         model.eval()
         for place in range(0, len(own), size):
             which = own[place : place + size]
-            padded = which if len(which) == size else own[-1].repeat(size)
-            padded = torch.cat([which, padded[len(which) :]])  # one shape, one compiled graph
+            rest = own[-1:].repeat(size - len(which))
+            padded = torch.cat([which, rest])  # one shape, one compiled graph
             images, labels = self._pixels(*split.load(padded))
             attacked = self._attacked(model, images, labels, chosen.check_attack, place)
             with torch.no_grad(), self._autocast():
@@ -488,8 +489,25 @@ def _build(
     return normalized(network, mean, std) if chosen.normalize else network
 
 
-def load_model(path: Path) -> tuple[nn.Module, tuple[int, ...]]:
-    """The network of a ``best`` or ``final`` file, in eval mode, and the shape of its input.
+@dataclass(frozen=True)
+class Trained:
+    """A network on disk.
+
+    Attributes:
+        path: Its file.
+        settings: Of the run it comes from.
+        model: In eval mode.
+        input_shape: Of one image.
+    """
+
+    path: Path
+    settings: Settings
+    model: nn.Module
+    input_shape: tuple[int, ...]
+
+
+def load_trained(path: Path) -> Trained:
+    """The network of a ``best`` or ``final`` file.
 
     Raises:
         ValueError: If the file is no such one.
@@ -501,7 +519,13 @@ def load_model(path: Path) -> tuple[nn.Module, tuple[int, ...]]:
     chosen = from_dict(about["settings"])
     model = _build(chosen, about["classes"], shape[0], about["mean"], about["std"])
     model.load_state_dict(weights)
-    return model.eval(), shape
+    return Trained(path, chosen, model.eval(), shape)
+
+
+def load_model(path: Path) -> tuple[nn.Module, tuple[int, ...]]:
+    """The network of a ``best`` or ``final`` file, in eval mode, and the shape of its input."""
+    found = load_trained(path)
+    return found.model, found.input_shape
 
 
 def penalty_of(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None:
