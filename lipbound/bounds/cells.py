@@ -2,123 +2,156 @@
 
 Diamonds |δ_1|/h_1 + |δ_2|/h_2 ≤ 1 on the first two axes, times an interval |δ_3| ≤ h_3 on a third:
 a cell reaches the angle max(d_1 h_1, d_2 h_2) + d_3 h_3 from its centre. Diamonds tile the plane
-as squares do, and have twice the area of the squares that reach the same angle.
+as squares do, and have twice the area of the squares that reach the same angle. Turned by 45° they
+are squares: k·k of them of 1/k the size fill one, for every k.
+
+All of it lives on the host, in numpy: a few numbers a cell, for which a GPU would spend its time
+on launches. Centres are sums of floats; a cell is what lies around the float, and reaches further
+by more than such a sum can be off.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lipbound.bounds.field import Field
 from lipbound.bounds.rounding import UNIT
 from lipbound.symbol import positions
 
-LEVELS = 30
+SMALLEST = 2.0**-28  # of the first cells' size: below it, division is pointless
+SLACK = 1e-13  # angle that centres may be off by rounding: 2π·d·30 additions, and more
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 @dataclass
 class Cells:
     """Frequencies to be proved: ``block`` of the field, centre, and the angle the cell reaches."""
 
-    block: Tensor  # (P,)
-    index: Tensor  # (P, D) integers, ω = 2π·index/samples
-    samples: Tensor  # (D,)
-    angle: float
+    block: Integers  # (P,), ascending
+    frequency: Floats  # (P, D)
+    angle: Floats  # (P,)
     left: Tensor  # (P, n): near the top left singular vectors, from the parent cell
-    scale: Tensor | None = None  # (D,) integers: ω = 2π·scale·index/samples
 
-    @property
-    def frequencies(self) -> Tensor:
-        index = self.index if self.scale is None else (self.index * self.scale) % self.samples
-        return index * (2 * math.pi / self.samples.double())
+    def __len__(self) -> int:
+        return len(self.block)
 
-    def __getitem__(self, chosen: Tensor) -> Cells:
-        return replace(
-            self, block=self.block[chosen], index=self.index[chosen], left=self.left[chosen]
+    def __getitem__(self, chosen: NDArray[np.bool_]) -> Self:
+        if chosen.all():
+            return self
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        picked = {name: value[chosen] for name, value in values.items() if name != "left"}
+        return replace(self, left=pick(self.left, chosen.nonzero()[0]), **picked)
+
+
+@dataclass
+class Diamonds(Cells):
+    """Cells of a :class:`Cover`."""
+
+    scale: Floats  # (P,): of the first cells' size
+    own: NDArray[np.bool_]  # (P,): whether −c is c, so that half the cell is enough
+
+
+def pick(rows: Tensor, chosen: Integers) -> Tensor:
+    """Rows of a tensor on its device, by a host's indices."""
+    return rows[torch.from_numpy(chosen).to(rows.device)]
+
+
+class Cover:
+    """Diamonds for one field's symbols, from the coarsest: an angle of π/4 for a pair of axes."""
+
+    def __init__(self, field: Field):
+        self.field = field
+        self.spread = [m - 1 for m in field.sizes]
+        self.active = [axis for axis, w in enumerate(self.spread) if w]
+        self.samples = [4 * w if w else 1 for w in self.spread]
+        self.half = np.array([2 * math.pi / s if s > 1 else 0.0 for s in self.samples])
+        self.angle = (math.pi / 4) * (min(1, len(self.active)) + len(self.active[2:]))
+        self.moves: dict[int, Floats] = {}
+
+    def start(self) -> Diamonds:
+        """The first cells, one of each pair ±c."""
+        index = positions(self.samples).numpy()
+        for axes in (self.active[:2], *[[axis] for axis in self.active[2:]]):
+            if axes:
+                index = index[index[:, axes].sum(1) % 2 == 0]
+        sizes = np.array(self.samples, dtype=np.int64)
+        mirrored = -index % sizes
+        weights = np.array([math.prod(self.samples[a + 1 :]) for a in range(len(sizes))], dtype=int)
+        kept = (index @ weights) <= (mirrored @ weights)
+        own = (index == mirrored).all(1)[kept]
+        centred = np.where(2 * index > sizes, index - sizes, index)[kept]  # |ω| ≤ π
+        count = self.field.blocks
+        return Diamonds(
+            np.arange(count).repeat(len(centred)),
+            np.tile(centred * (2 * math.pi / sizes), (count, 1)),
+            self._angles(np.ones(count * len(centred))),
+            random_vectors(count * len(centred), self.field),
+            np.ones(count * len(centred)),
+            np.tile(own, count),
         )
 
+    def divide(self, cells: Diamonds, parts: Integers) -> Diamonds | None:
+        """Each cell into ``parts``^D of 1/parts the size; None where that is pointless."""
+        if not self.active or cells.scale.min() < SMALLEST:
+            return None
+        parent, offset, scale, own = [], [], [], []
+        for count in np.unique(parts).tolist():
+            chosen = (parts == count).nonzero()[0]
+            moves = self._moves(count)
+            still = (moves == 0).all(1)
+            kept = _first_half(moves) | ~cells.own[chosen, None]  # (cells, moves)
+            at, move = kept.nonzero()
+            parent.append(chosen[at])
+            scale.append(cells.scale[chosen[at]] / count)
+            offset.append(cells.scale[chosen[at], None] * (moves[move] * self.half))
+            own.append(cells.own[chosen[at]] & still[move])
+        order = np.concatenate(parent).argsort(kind="stable")
+        parents = np.concatenate(parent)[order]
+        size = np.concatenate(scale)[order]
+        return Diamonds(
+            cells.block[parents],
+            cells.frequency[parents] + np.concatenate(offset)[order],
+            self._angles(size),
+            pick(cells.left, parents),
+            size,
+            np.concatenate(own)[order],
+        )
 
-def start_cells(field: Field) -> Cells:
-    """The coarsest cover of half the torus: cells reach π/4 on the pair of axes, and on a third."""
-    device = field.taps.device
-    spread = [m - 1 for m in field.sizes]
-    samples = [4 * w if w else 1 for w in spread]
-    index = positions(samples)
-    active = [axis for axis, w in enumerate(spread) if w]
-    for axes in (active[:2], *[[axis] for axis in active[2:]]):
-        if axes:
-            index = index[index[:, axes].sum(1) % 2 == 0]
-    index = _one_of_each_pair(index, samples)
-    blocks = torch.arange(field.blocks).repeat_interleave(len(index))
-    index = index.repeat(field.blocks, 1)
-    return Cells(
-        blocks.to(device),
-        index.to(device),
-        torch.tensor(samples, device=device),
-        _angle(field, samples),
-        random_vectors(len(blocks), field),
-    )
+    def _moves(self, count: int) -> Floats:
+        """Centres of the parts of a cell, in units of its half-widths: ``(count^D, D)``."""
+        if count not in self.moves:
+            steps = (2 * np.arange(count) + 1 - count) / count
+            axes = [steps] * len(self.active)
+            moves = np.zeros((count ** len(axes), len(self.spread)))
+            turned = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
+            if len(axes) > 1:
+                one, two = turned[:, 0].copy(), turned[:, 1].copy()
+                turned[:, 0], turned[:, 1] = (one + two) / 2, (one - two) / 2
+            moves[:, self.active] = turned
+            self.moves[count] = moves
+        return self.moves[count]
+
+    def _angles(self, scale: Floats) -> Floats:
+        return (self.angle * scale + SLACK * bool(self.active)) * (1 + 8 * UNIT)
 
 
 def random_vectors(count: int, field: Field) -> Tensor:
     """Seeded starts for the eigenvalue iteration: ``(count, n)``."""
     draw = torch.Generator().manual_seed(0)
     start = torch.randn(count, field.rows, generator=draw, dtype=torch.float64)
-    return start.to(field.taps.device).to(torch.complex128)
+    return start.to(field.taps.device, torch.complex128)
 
 
-def quarter(field: Field) -> Callable[[Cells], Cells | None]:
-    """How a field's cells are divided: into cells of half the reach."""
-    active = [axis for axis, m in enumerate(field.sizes) if m > 1]
-    dims = len(field.sizes)
-    moves = [
-        [sign if a == axis else 0 for a in range(dims)] for axis in active[:2] for sign in (1, -1)
-    ]
-    for axis in active[2:]:
-        moves = [[*m[:axis], sign, *m[axis + 1 :]] for m in moves for sign in (1, -1)]
-
-    def divide(cells: Cells) -> Cells | None:
-        samples = torch.where(cells.samples > 1, cells.samples * 2, 1)
-        if not active or int(samples.max()) >> LEVELS:
-            return None
-        steps = torch.tensor(moves, device=cells.index.device)
-        index = (cells.index[:, None] * 2 + steps).flatten(0, 1) % samples
-        block = cells.block.repeat_interleave(len(moves))
-        left = cells.left.repeat_interleave(len(moves), 0)
-        # At −ω the vectors are the conjugates.
-        kept, mirrored = _canonical(index, samples)
-        left = torch.where(mirrored[:, None], left.conj(), left)
-        both, inverse = torch.cat([block[:, None], kept], 1).unique(dim=0, return_inverse=True)
-        first = torch.zeros(len(both), dtype=torch.int64, device=both.device)
-        first[inverse] = torch.arange(len(inverse), device=both.device)
-        angle = _angle(field, samples.tolist())
-        return Cells(both[:, 0], both[:, 1:], samples, angle, left[first])
-
-    return divide
-
-
-def _angle(field: Field, samples: list[int]) -> float:
-    reach = [
-        math.pi * (m - 1) / s for m, s in zip(field.sizes, samples, strict=True) if m > 1
-    ]  # d·h, h = 2π/S
-    return (max(reach[:2], default=0.0) + sum(reach[2:])) * (1 + 8 * UNIT)
-
-
-def _canonical(index: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """The smaller, in row order, of k and −k, and whether that is −k."""
-    mirrored = (-index) % samples
-    differs = index != mirrored
-    first = differs & (differs.long().cumsum(1) == 1)
-    swap = ((mirrored - index) * first).sum(1) < 0
-    return torch.where(swap[:, None], mirrored, index), swap
-
-
-def _one_of_each_pair(index: Tensor, samples: list[int]) -> Tensor:
-    if not samples:
-        return index
-    return _canonical(index, torch.tensor(samples))[0].unique(dim=0)
+def _first_half(moves: Floats) -> NDArray[np.bool_]:
+    """One of each pair ±move, and 0: ``(P,)``."""
+    first = (moves != 0).argmax(1)
+    return moves[np.arange(len(moves)), first] >= 0

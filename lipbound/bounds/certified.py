@@ -6,18 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.bounds.cells import quarter, start_cells
+from lipbound.bounds.cells import Cover
 from lipbound.bounds.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.finite import attained, embedding, grid_maximum
-from lipbound.bounds.rounding import UNIT, Scaled
+from lipbound.bounds.rounding import UNIT, Scaled, double
 from lipbound.bounds.search import Search
 from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.progress import Progress, silent
-from lipbound.symbol import evaluate
+from lipbound.symbol import evaluate, taps
 
 LIMIT = 5e9  # cells at once times n³ + 1e5: a flat symbol of three axes would never end
 
@@ -48,18 +50,44 @@ class Bracket:
 
 @dataclass
 class _Problem:
-    """One layer's symbols, normalised, with what is needed to come back."""
+    """One layer's symbols, divided by a power of two, which is the product of ``scales``."""
 
     conv: Convolution
-    scaled: Scaled
     taps: Tensor  # (groups, n, N, *m), n ≤ N, float64, no gradient
+    scales: tuple[float, float]
+    zero: bool  # then the taps are another kernel's
 
 
-def _problem(conv: Convolution, device: torch.device | str | None = None) -> _Problem:
-    if device is not None:
-        conv = replace(conv, kernel=conv.kernel.to(device))
-    scaled = Scaled(conv)
-    return _Problem(conv, scaled, _wide(scaled.taps.detach()))
+@torch.no_grad()
+def _problems(
+    convs: Mapping[str, Convolution], device: torch.device | str | None = None
+) -> dict[str, _Problem]:
+    """Layers of equal geometry are read together, as groups of one layer."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, conv in convs.items():
+        kernel = conv.kernel
+        kind = (kernel.shape, kernel.dtype, kernel.device, conv.groups, conv.symbol_stride())
+        alike.setdefault(kind, []).append(name)
+    problems = {}
+    for names in alike.values():
+        kernels = torch.cat([convs[name].kernel for name in names]).to(device)
+        first = convs[names[0]]
+        whole = replace(first, kernel=kernels, groups=first.groups * len(names))
+        coefficients = double(taps(whole)).unflatten(0, (len(names), -1))
+        largest = torch.linalg.vector_norm(coefficients.flatten(1), math.inf, dim=1).tolist()
+        exponents = [math.frexp(most or 1.0)[1] - 1 for most in largest]
+        for power in (lambda e: e // 2, lambda e: e - e // 2):  # 2^-e may overflow
+            scale = torch.tensor([2.0 ** power(e) for e in exponents], dtype=torch.float64)
+            coefficients = coefficients / scale.to(coefficients.device).reshape(
+                -1, *[1] * (coefficients.ndim - 1)
+            )
+        for i, name in enumerate(names):
+            zero = largest[i] == 0
+            mine = torch.ones_like(coefficients[i]) if zero else coefficients[i]
+            e = exponents[i]
+            scales = (2.0 ** (e // 2), 2.0 ** (e - e // 2))
+            problems[name] = _Problem(convs[name], _wide(mine), scales, zero)
+    return {name: problems[name] for name in convs}
 
 
 def _wide(taps: Tensor) -> Tensor:
@@ -73,8 +101,8 @@ class _Found:
     lower: float
     upper: float
     group: int
-    frequency: Tensor
-    left: Tensor
+    frequency: tuple[float, ...]
+    left: NDArray[np.complex128]
     evaluations: int
 
 
@@ -95,14 +123,14 @@ def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> 
 
 
 def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
-    counts = torch.tensor([len(p.taps) for p in problems])
-    device = problems[0].taps.device
-    owner = torch.arange(len(problems)).repeat_interleave(counts).to(device)
-    first = counts.cumsum(0) - counts
+    counts = np.array([len(p.taps) for p in problems])
+    owner = np.arange(len(problems)).repeat(counts)
+    first = counts.cumsum() - counts
     field = Field(torch.cat([p.taps for p in problems]))
     limit = max(5_000 * len(problems), int(LIMIT / (field.rows**3 + 1e5)))
     search = Search(field, owner, len(problems), rtol, limit)
-    upper = search.run(start_cells(field), quarter(field))
+    cover = Cover(field)
+    upper = search.run(cover.start(), cover.divide)
     if polish:
         search.polish()
     peak = search.peak
@@ -111,7 +139,7 @@ def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Fou
             float(peak.lower[i]),
             float(upper[i]),
             int(peak.block[i] - first[i]),
-            peak.frequency[i],
+            tuple(peak.frequency[i].tolist()),
             peak.left[i],
             int(search.evaluations[i]),
         )
@@ -149,7 +177,8 @@ def bracket(
         (True, True)
     """
     _check_rtol(rtol)
-    problem = _problem(convolution(layer, **geometry), device)  # type: ignore[arg-type]
+    conv = convolution(layer, **geometry)  # type: ignore[arg-type]
+    problem = _problems({"": conv}, device)[""]
     return _finish(problem, _search([problem], rtol)[0], rtol)
 
 
@@ -179,11 +208,10 @@ def brackets(
     else:
         layers = dict(model)
     groups: dict[tuple[object, ...], list[str]] = {}
-    problems: dict[str, _Problem] = {}
-    for name, layer in layers.items():
-        problems[name] = _problem(convolution(layer), device)
-        taps = problems[name].taps
-        groups.setdefault((tuple(taps.shape[1:]), taps.device), []).append(name)
+    problems = _problems({name: convolution(layer) for name, layer in layers.items()}, device)
+    for name, problem in problems.items():
+        shape, place = problem.taps.shape[1:], problem.taps.device
+        groups.setdefault((tuple(shape), place), []).append(name)
     found: dict[str, Bracket] = {}
     for names in progress(list(groups.values()), "layers"):
         results = _search([problems[name] for name in names], rtol)
@@ -195,11 +223,10 @@ def brackets(
 @torch.no_grad()
 def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
     """From the normalised supremum to the layer: scale, padding, and the input size, if any."""
-    scaled, conv = problem.scaled, problem.conv
-    frequency = tuple(float(w) for w in found.frequency)
-    if bool(scaled.zero):
+    conv, frequency = problem.conv, found.frequency
+    if problem.zero:
         return Bracket(0.0, 0.0, frequency, found.evaluations)
-    big, small = (float(s) for s in scaled.scales)
+    big, small = problem.scales
     lower, upper, evaluations = found.lower, found.upper * (1 + 8 * UNIT), found.evaluations
     if conv.input_size is not None:
         grid = embedding(conv, frequency)
@@ -214,7 +241,7 @@ def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
         kernel = conv.kernel.double() / big / small
         inner = bracket(replace(conv, padding_mode="zeros", kernel=kernel), rtol)
         lower, frequency = inner.lower, inner.frequency
-    upper = upper * scaled.gain * (1 + 8 * UNIT)
+    upper = upper * conv.padding_gain() * (1 + 8 * UNIT)
     # Scaling back rounds where the result is subnormal, and overflows where no float is as large.
     lower = math.nextafter(lower * big * small, 0.0)
     upper = math.nextafter(upper * big * small, math.inf)
@@ -245,19 +272,22 @@ def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
 
 
 def _spectral(layer: Layer, rtol: float, geometry: Mapping[str, object]) -> Tensor:
-    problem = _problem(convolution(layer, **geometry))  # type: ignore[arg-type]
-    scaled = problem.scaled
+    conv = convolution(layer, **geometry)  # type: ignore[arg-type]
+    scaled = Scaled(conv)
+    problem = _problems({"": conv})[""]
     found = _search([problem], rtol, polish=scaled.taps.requires_grad)[0]
     upper = _finish(problem, found, rtol).upper / scaled.gain
     upper = upper / float(scaled.scales[0]) / float(scaled.scales[1]) * (1 + 8 * UNIT)
-    taps = _wide(scaled.taps)[found.group]
-    value = _attained(taps, found.frequency, found.left)
+    coefficients = _wide(scaled.taps)[found.group]
+    frequency = torch.tensor(found.frequency, dtype=torch.float64)
+    left = torch.from_numpy(found.left).to(coefficients.device)
+    value = _attained(coefficients, frequency, left)
     return scaled.finish(value * (upper / value.detach()), relative=0.0)
 
 
-def _attained(taps: Tensor, frequency: Tensor, left: Tensor) -> Tensor:
+def _attained(coefficients: Tensor, frequency: Tensor, left: Tensor) -> Tensor:
     """u*F(ω*)v with v = F*u normalised, differentiable in the taps ``(n, N, *m)``."""
-    symbol = evaluate(taps[None], frequency[None])[0, 0]  # (n, N)
+    symbol = evaluate(coefficients[None], frequency[None])[0, 0]  # (n, N)
     with torch.no_grad():
         right = symbol.mH @ left
         right = right / torch.linalg.vector_norm(right)

@@ -8,9 +8,13 @@ FF* is itself a trigonometric polynomial, with matrix coefficients
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lipbound.bounds.rounding import (
@@ -25,7 +29,11 @@ from lipbound.symbol import positions
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
 CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # complex matrices handled at once
 MOST = 1 << 17  # matrices at once, however small: a batched solver's workspace grows with them
-GATHER = 1 << 13  # lag entries below which cells of different blocks go through one product
+# Lag entries below which cells of different blocks go through one product.
+GATHER = {"cpu": 1 << 13, "cuda": 1 << 18}
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 def lag_bytes(rows: int, sizes: Sequence[int]) -> int:
@@ -41,29 +49,45 @@ class Field:
             made by inner products whose absolute sum is that entry of (Σ|K|)(Σ|K|)ᵀ, of length
             N·T for the lags and twice their number for the transform (or, without lags, T for F
             and N for the product), so the error is at most :math:`\\gamma \\|\\Sigma|K|\\|_F^2`.
+            Frequencies may be as large as 2π.
         size: ``(blocks,)`` the norms ‖Σ|K|‖_F.
+        usual: ``(blocks,)`` a scale for λ1(FF*), no bound.
     """
 
     def __init__(self, taps: Tensor):
         self.blocks, self.rows, self.columns, *self.sizes = taps.shape
+        self.device = taps.device
         self.taps = taps.reshape(*taps.shape[:3], -1)  # (blocks, n, N, T)
-        self.positions = positions(self.sizes).to(taps.device, torch.float64)  # (T, D)
-        count = math.prod(self.sizes)
-        self.lags = _half_lags(self.sizes).to(taps.device, torch.float64)  # (L, D), 0 first
+        self.positions = positions(self.sizes).double().numpy()  # (T, D)
+        self.lags = _half_lags(self.sizes)  # (L, D), 0 first
         self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= LAG_BYTES
         if self.keeps_lags:
             self._make_lags()
-        sums = self.taps.abs().sum(-1)
-        self.size = torch.linalg.vector_norm(sums.flatten(1), dim=1)
+        sums = self.taps.abs().sum(-1).flatten(1)
+        norms = [torch.linalg.vector_norm(t, dim=1) for t in (sums, self.taps.flatten(1))]
+        self.size: Floats
+        self.size, energy = torch.stack(norms).cpu().numpy()
+        # λ1 of a random symbol with this energy (Marchenko and Pastur): the scale to begin with.
+        edge = (1 + math.sqrt(self.rows / self.columns)) ** 2
+        self.usual = edge * energy**2 / self.rows
         angles = symbol_error([2 * m for m in self.sizes]) * 4
-        length = self.columns * count + 2 * len(self.lags) + self.columns * self.rows + 64
-        self.error = (gamma_complex(length) + angles) * self.size.square()
+        length = self.columns * len(self.positions) + 2 * len(self.lags)
+        length += self.columns * self.rows + 64
+        self.error = (gamma_complex(length) + angles) * self.size**2
+
+    def _room(self) -> int:
+        return CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"])
 
     def _make_lags(self) -> None:
+        """``even`` (blocks, L, n²), the cosines' coefficients, ``odd`` (blocks, L − 1, n²)."""
+        count = len(self.positions)
+        if 16 * count**2 * max(self.blocks * self.rows**2, len(self.lags)) <= self._room():
+            self._make_lags_at_once()
+            return
         grid = self.taps.reshape(self.blocks, self.rows, self.columns, *self.sizes)
         even: list[Tensor] = []
         odd: list[Tensor] = []
-        for lag in self.lags.long().tolist():
+        for lag in self.lags.astype(int).tolist():
             late, soon = _shifted(grid, lag), _shifted(grid, [-h for h in lag])
             product = late.flatten(2) @ soon.flatten(2).mT
             if even:
@@ -71,96 +95,126 @@ class Field:
                 odd.append((product - product.mT).flatten(1))
             else:
                 even.append(product.flatten(1))
-        self.even = torch.stack(even, 1)  # (blocks, L, n²): the cosines' coefficients
-        self.odd = torch.stack(odd, 1) if odd else None  # (blocks, L − 1, n²): the sines'
+        self.even = torch.stack(even, 1)
+        self.odd = torch.stack(odd, 1) if odd else None
 
-    def flat_bound(self) -> Tensor:
+    def _make_lags_at_once(self) -> None:
+        """All tap products in one, then sums over equal lags by a matrix of 0, 1 and −1."""
+        count = len(self.positions)
+        taps = self.taps.permute(0, 3, 1, 2).flatten(1, 2)  # (blocks, T·n, N)
+        products = (taps @ taps.mT).reshape(self.blocks, count, self.rows, count, self.rows)
+        products = products.transpose(2, 3).reshape(self.blocks, count**2, self.rows**2)
+        apart = (self.positions[:, None] - self.positions).reshape(count**2, 1, len(self.sizes))
+        plus, minus = ((apart == sign * self.lags).all(-1).T for sign in (1, -1))  # (L, T²)
+        chosen = np.concatenate([plus | minus, plus[1:].astype(float) - minus[1:]])
+        sums = self.send(chosen) @ products
+        self.even = sums[:, : len(self.lags)]
+        self.odd = sums[:, len(self.lags) :] if len(self.lags) > 1 else None
+
+    def flat_bound(self) -> Floats:
         r"""√(λ1(R_0) + Σ_{l≠0} ‖R_l‖_F) ≥ sup σ1(F), ``(blocks,)``: tight for flat symbols only.
 
         An orthogonal convolution has no other lag than 0; its symbol would need a proof on every
         cell of a fine cover. Infinite where the lags are not small.
         """
         if not self.keeps_lags:
-            return torch.full_like(self.size, math.inf)
-        rest = torch.zeros_like(self.size)
+            return np.full(self.blocks, math.inf)
+        rest = np.zeros(self.blocks)
         if self.odd is not None:  # R = (even + odd)/2, and the two are orthogonal
             squares = self.even[:, 1:].square().sum(-1) + self.odd.square().sum(-1)
-            rest = squares.sqrt().sum(-1)
+            rest = squares.sqrt().sum(-1).cpu().numpy()
         base = self.even[:, 0].reshape(-1, self.rows, self.rows)
-        hopeless = rest > 0.1 * base.diagonal(dim1=-2, dim2=-1).amax(-1)
-        if bool(hopeless.all()):
-            return torch.full_like(self.size, math.inf)
+        hopeless = rest > 0.1 * base.diagonal(dim1=-2, dim2=-1).amax(-1).cpu().numpy()
+        if hopeless.all():
+            return np.full(self.blocks, math.inf)
         top = torch.linalg.eigvalsh(base)[:, -1]
-        proved = proved_eigenvalue(base, top, self.columns * len(self.positions))
+        proved = proved_eigenvalue(base, top, self.columns * len(self.positions)).cpu().numpy()
         slack = 1 + gamma(self.rows**2 + 2 * len(self.lags) + 32)
-        bound = ((proved + rest + self.error) * slack).sqrt() * (1 + 8 * UNIT)
-        return torch.where(hopeless, math.inf, bound)
+        bound = np.sqrt((proved + rest + self.error) * slack) * (1 + 8 * UNIT)
+        return np.where(hopeless, math.inf, bound)
 
     @property
     def chunk(self) -> int:
         """How many matrices to handle at once."""
         width = self.rows if self.keeps_lags else max(self.rows, self.columns)
-        room = CHUNK_BYTES.get(self.taps.device.type, CHUNK_BYTES["cpu"])
-        entries = len(self.lags) * self.rows**2
-        gathered = entries if self.keeps_lags and entries <= GATHER else 0
+        gathered = len(self.lags) * self.rows**2 if self._gathers() else 0
         each = 16 * self.rows * width + 16 * (len(self.lags) + gathered)
-        return max(1, min(MOST, room // each))
+        return max(1, min(MOST, self._room() // each))
 
-    def gram(self, block: Tensor, frequencies: Tensor) -> Tensor:
-        """FF* for block ``block[p]`` at ``frequencies[p]``: ``(P, n, n)`` complex128."""
-        if not self.keeps_lags:
-            symbols = self.symbol(block, frequencies)
-            return symbols @ symbols.mH
-        angles = frequencies @ self.lags.mT  # (P, L)
-        real = _times_blocks(angles.cos(), self.even, block)
-        if self.odd is None:
-            imag = torch.zeros_like(real)
-        else:
-            imag = _times_blocks(angles[:, 1:].sin(), self.odd, block)
-        return torch.complex(real, imag).reshape(-1, self.rows, self.rows)
+    def _gathers(self) -> bool:
+        entries = len(self.lags) * self.rows**2
+        most = GATHER.get(self.device.type, GATHER["cpu"])
+        return self.keeps_lags and self.blocks > 1 and entries <= most
 
-    def symbol(self, block: Tensor, frequencies: Tensor) -> Tensor:
-        """F itself: ``(P, n, N)`` complex128."""
-        waves = self.waves(frequencies)[..., None]  # (P, T, 1)
-        taps = self.taps[block].flatten(1, 2)  # (P, n·N, T)
-        parts = [(taps @ wave)[..., 0] for wave in (waves.real, waves.imag)]
-        return torch.complex(*parts).reshape(-1, self.rows, self.columns)
+    def chunks(self, count: int) -> Iterator[slice]:
+        """Slices of at most ``chunk`` cells, as even as can be."""
+        parts = math.ceil(count / self.chunk)
+        ends = [count * i // max(1, parts) for i in range(parts + 1)]
+        return (slice(a, b) for a, b in pairwise(ends))
 
-    def waves(self, frequencies: Tensor) -> Tensor:
-        """e^{ih·ω} per tap: ``(P, T)``."""
-        angles = frequencies @ self.positions.mT
-        return torch.complex(angles.cos(), angles.sin())
+    def gap(self, block: Integers, frequency: Floats, scale: Floats) -> Tensor:
+        """I − scale·FF* for block ``block[p]`` at ``frequency[p]``: ``(P, n, n)`` complex128."""
+        if self.keeps_lags:
+            angles = frequency @ self.lags.T  # (P, L)
+            waves = np.concatenate([np.cos(angles), np.sin(angles[:, 1:])], 1)
+            factors = self.send(waves * -scale[:, None])
+            real = self._times_blocks(factors[:, : len(self.lags)], self.even, block)
+            if self.odd is None:
+                imag = torch.zeros_like(real)
+            else:
+                imag = self._times_blocks(factors[:, len(self.lags) :], self.odd, block)
+            real = real.reshape(-1, self.rows, self.rows)
+            real.diagonal(dim1=-2, dim2=-1).add_(1)
+            return torch.complex(real, imag.reshape(real.shape))
+        symbols = self.symbol(block, frequency)
+        product = (symbols * self.send(-scale)[:, None, None]) @ symbols.mH
+        product.diagonal(dim1=-2, dim2=-1).add_(1)
+        return product
 
-    def rows_applied(self, block: Tensor, left: Tensor) -> Tensor:
-        """u*K_h for every tap: ``(P, n)`` → ``(P, N, T)``."""
-        taps = self.taps[block]
-        flat = taps.reshape(len(block), self.rows, -1)
-        parts = [(part[:, None] @ flat)[:, 0] for part in (left.real, -left.imag)]
-        return torch.complex(*parts).reshape(-1, self.columns, taps.shape[-1])
+    def gram(self, block: Integers, frequency: Floats) -> Tensor:
+        """FF* itself."""
+        identity = torch.eye(self.rows, dtype=torch.complex128, device=self.device)
+        return identity - self.gap(block, frequency, np.ones(len(block)))
 
-
-def _times_blocks(factors: Tensor, blocks: Tensor, block: Tensor) -> Tensor:
-    """``factors[p] @ blocks[block[p]]``: ``(P, L)``, ``(B, L, M)`` → ``(P, M)``."""
-    if len(blocks) == 1:
-        return factors @ blocks[0]
-    if blocks[0].numel() <= GATHER:
-        return (factors[:, None] @ blocks[block])[:, 0]
-    used, place, counts = block.unique(return_inverse=True, return_counts=True)
-    most = int(counts.max())
-    if most * len(used) > 2 * len(block):  # unbalanced: one product a block
-        result = factors.new_empty(len(block), blocks.shape[-1])
-        for b in used.tolist():
-            mine = (block == b).nonzero()[:, 0]
-            result[mine] = factors[mine] @ blocks[b]
+    def _times_blocks(self, factors: Tensor, blocks: Tensor, block: Integers) -> Tensor:
+        """``factors[p] @ blocks[block[p]]``: ``(P, L)``, ``(B, L, M)`` → ``(P, M)``."""
+        if len(blocks) == 1:
+            return factors @ blocks[0]
+        if self._gathers():
+            return (factors[:, None] @ blocks[self.send(block)])[:, 0]
+        result = factors.new_empty(len(factors), blocks.shape[-1])
+        ends = [0, *((block[1:] != block[:-1]).nonzero()[0] + 1).tolist(), len(block)]
+        for first, last in pairwise(ends):
+            torch.mm(factors[first:last], blocks[int(block[first])], out=result[first:last])
         return result
-    order = place.argsort(stable=True)
-    slot = torch.empty_like(place)
-    first = counts.cumsum(0) - counts
-    slot[order] = torch.arange(len(place), device=place.device) - first[place[order]]
-    padded = factors.new_zeros(len(used), most, factors.shape[1])
-    padded[place, slot] = factors
-    chosen = blocks if len(used) == len(blocks) else blocks[used]
-    return (padded @ chosen)[place, slot]
+
+    def symbol(self, block: Integers, frequency: Floats) -> Tensor:
+        """F itself: ``(P, n, N)`` complex128."""
+        waves = self.waves(frequency)
+        parts = self.send(np.stack([waves.real, waves.imag], -1))  # (P, T, 2)
+        values = self._taps(block).flatten(1, 2) @ parts  # (P, n·N, 2)
+        return torch.view_as_complex(values).reshape(-1, self.rows, self.columns)
+
+    def waves(self, frequency: Floats) -> NDArray[np.complex128]:
+        """e^{ih·ω} per tap: ``(P, T)``."""
+        angles = frequency @ self.positions.T
+        return np.cos(angles) + 1j * np.sin(angles)
+
+    def rows_applied(self, block: Integers, left: Tensor) -> NDArray[np.complex128]:
+        """u*K_h for every tap: ``(P, n)`` → ``(P, N, T)``."""
+        parts = torch.view_as_real(left.conj().resolve_conj()).mT  # (P, 2, n)
+        taps = self._taps(block).flatten(2)
+        real, imag = (parts @ taps).cpu().numpy().swapaxes(0, 1)
+        return (real + 1j * imag).reshape(len(block), self.columns, -1)
+
+    def _taps(self, block: Integers) -> Tensor:
+        if len(block) == self.blocks and (block == np.arange(self.blocks)).all():
+            return self.taps
+        return self.taps[self.send(block)]
+
+    def send(self, values: NDArray[Any]) -> Tensor:
+        """To the field's device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
 def _shifted(grid: Tensor, lag: list[int]) -> Tensor:
@@ -171,45 +225,8 @@ def _shifted(grid: Tensor, lag: list[int]) -> Tensor:
     return grid
 
 
-def _half_lags(sizes: list[int]) -> Tensor:
-    """Lag 0 and one of each pair ±l: ``(L, D)`` integers."""
-    full = positions([2 * m - 1 for m in sizes])
-    if sizes:
-        full = full - (torch.tensor(sizes) - 1)
+def _half_lags(sizes: list[int]) -> Floats:
+    """Lag 0 and one of each pair ±l: ``(L, D)``."""
+    full = positions([2 * m - 1 for m in sizes]).double().numpy()
+    full = full - (np.array(sizes) - 1)
     return full[len(full) // 2 :]
-
-
-def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Lanczos from ``start`` with full reorthogonalization: Ritz values and vectors, batched.
-
-    Values never exceed λ1 but for rounding. Small matrices are solved outright.
-
-    Args:
-        matrices: ``(P, n, n)`` Hermitian.
-        start: ``(P, n)``.
-        steps: Size of the Krylov space.
-    """
-    size = matrices.shape[-1]
-    if size == 1:
-        return matrices[:, 0, 0].real, torch.ones_like(start)
-    if size <= max(16, steps):
-        values, vectors = torch.linalg.eigh(matrices)
-        return values[:, -1], vectors[..., -1]
-    basis = torch.zeros(*start.shape, steps, dtype=start.dtype, device=start.device)
-    images = torch.empty_like(basis)  # (P, n, steps)
-    vector = start
-    scale = torch.ones(())
-    for step in range(steps):
-        if step:
-            known = basis[..., :step]
-            for _ in range(1 if steps <= 8 else 2):
-                vector = vector - (known @ (known.mH @ vector[..., None]))[..., 0]
-        norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-        scale = norm if step < 2 else scale
-        # What is left of an exhausted space is rounding: a zero column adds nothing.
-        basis[..., step] = torch.where(norm > 1e-10 * scale, vector / norm.clamp_min(1e-300), 0)
-        vector = (matrices @ basis[..., step : step + 1])[..., 0]
-        images[..., step] = vector
-    small = basis.mH @ images
-    values, vectors = torch.linalg.eigh((small + small.mH) / 2)
-    return values[:, -1], (basis @ vectors[..., -1:])[..., 0]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from lipbound.bounds.cells import Cells, random_vectors
-from lipbound.bounds.field import Field
+from lipbound.bounds.field import Field, Integers
 from lipbound.bounds.rounding import UNIT, gamma
 from lipbound.bounds.search import Search
 from lipbound.geometry import Convolution
@@ -98,9 +98,8 @@ def grid_maximum(field: Field, grid: Grid, above: float, rtol: float) -> tuple[f
 
     ``above`` is an upper bound on the supremum over all frequencies.
     """
-    device = field.taps.device
     reach = [_reach(n, m) for n, m in zip(grid.sizes, field.sizes, strict=True)]
-    owner = torch.zeros(field.blocks, dtype=torch.int64, device=device)
+    owner = np.zeros(field.blocks, dtype=np.int64)
     search = Search(field, owner, 1, rtol, limit=10**9, cap=above)
     angle = sum(
         math.pi * (m - 1) * r * s / n
@@ -108,24 +107,24 @@ def grid_maximum(field: Field, grid: Grid, above: float, rtol: float) -> tuple[f
     )
     # Angles are measured by the reduced symbol's frequencies: neighbours are `scale` steps apart.
     centres = [
-        torch.arange(min(r, n - 1), n + r, 2 * r + 1) % n
+        np.arange(min(r, n - 1), n + r, 2 * r + 1) % n
         for r, n in zip(reach, grid.sizes, strict=True)
     ]
-    cells = _cells(field, grid, centres, angle * (1 + 8 * UNIT))
+    count = math.prod(len(c) for c in centres)
+    index = np.tile(_product(centres), (field.blocks, 1))
+    block = np.arange(field.blocks).repeat(count)
+    left = random_vectors(len(block), field)
+    cells = _cells(grid, block, index, angle * (1 + 8 * UNIT), left)
+    near = _product([np.arange(-r, r + 1) for r in reach])
 
-    def divide(failed: Cells) -> Cells | None:
-        if failed.angle == 0:
+    def divide(failed: Points, _: Integers) -> Points | None:
+        if not failed.angle.any():
             return None
-        near = torch.cartesian_prod(*[torch.arange(-r, r + 1) for r in reach])
-        near = near.reshape(-1, len(reach)).to(device)
-        twice = torch.tensor(grid.twist, device=device)
-        plain = (failed.index - twice) // 2  # back to k
-        sizes = torch.tensor(grid.sizes, device=device)
-        index = ((plain[:, None] + near) % sizes).flatten(0, 1) * 2 + twice
-        block = failed.block.repeat_interleave(len(near))
-        both = torch.cat([block[:, None], index], 1).unique(dim=0)
+        index = ((failed.index[:, None] + near) % np.array(grid.sizes)).reshape(-1, len(reach))
+        both = np.column_stack([failed.block.repeat(len(near)), index])
+        both = np.unique(both, axis=0)
         left = random_vectors(1, field).expand(len(both), -1).clone()
-        return Cells(both[:, 0], both[:, 1:], failed.samples, 0.0, left, failed.scale)
+        return _cells(grid, both[:, 0], both[:, 1:], 0.0, left)
 
     upper = search.run(cells, divide)
     return float(upper[0]), int(search.evaluations[0])
@@ -138,19 +137,23 @@ def _reach(size: int, taps: int) -> int:
     return max(0, min((size - 1) // 2, int(size * 0.25 / (math.pi * (taps - 1)))))
 
 
-def _cells(field: Field, grid: Grid, centres: Sequence[Tensor], angle: float) -> Cells:
-    device = field.taps.device
-    index = torch.cartesian_prod(*centres).reshape(-1, len(centres))
-    index = index * 2 + torch.tensor(grid.twist)  # in half steps, so that a twist is an integer
-    block = torch.arange(field.blocks).repeat_interleave(len(index))
-    return Cells(
-        block.to(device),
-        index.repeat(field.blocks, 1).to(device),
-        2 * torch.tensor(grid.sizes, device=device),
-        angle,
-        random_vectors(len(block), field),
-        torch.tensor(grid.scale, device=device),
-    )
+@dataclass
+class Points(Cells):
+    """Cells around points of a grid."""
+
+    index: Integers  # (P, D): k
+
+
+def _product(axes: Sequence[Integers]) -> Integers:
+    return np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
+
+
+def _cells(grid: Grid, block: Integers, index: Integers, angle: float, left: Tensor) -> Points:
+    turns = 2 * np.array(grid.sizes)  # in half steps, so that a twist is an integer
+    steps = np.array(grid.scale) * (2 * index + np.array(grid.twist)) % turns
+    steps = np.where(2 * steps > turns, steps - turns, steps)
+    frequency = steps * (2 * math.pi / turns)
+    return Points(block, frequency, np.full(len(block), angle), left, index)
 
 
 def attained(conv: Convolution, rtol: float) -> float:

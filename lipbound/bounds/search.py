@@ -26,35 +26,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lipbound.bounds.cells import Cells
-from lipbound.bounds.field import Field, top_eigenpairs
-from lipbound.bounds.rounding import UNIT, cholesky_error, gamma_complex, symbol_error
+from lipbound.bounds.cells import Cells, pick
+from lipbound.bounds.eigen import bottom_eigenpairs, top_eigenpairs
+from lipbound.bounds.field import Field, Floats, Integers
+from lipbound.bounds.rounding import (
+    UNIT,
+    cholesky_error,
+    gamma_complex,
+    positive,
+    symbol_error,
+)
 
-LOOK, FEW, MANY = 6, 8, 48  # Lanczos steps: at every cell, while climbing, where that fell short
+LOOK, FEW, MANY = 6, 8, 48  # Krylov spaces: at every cell, while climbing, where that fell short
 ALL = 1 << 30  # a full eigenvalue decomposition
 RETRIES = 8
+PARTS = 4  # a cell is divided into at most so many an axis
 
 
 @dataclass
 class Peak:
     """The best attained value of each layer: where, and with which left vector."""
 
-    lower: Tensor  # (layers,)
-    block: Tensor  # (layers,)
-    frequency: Tensor  # (layers, D)
-    left: Tensor  # (layers, n)
+    lower: Floats  # (layers,)
+    block: Integers  # (layers,)
+    frequency: Floats  # (layers, D)
+    left: NDArray[np.complex128]  # (layers, n)
 
 
 class Search:
     """One run over a stack of symbols. ``owner[b]`` is the layer that block b belongs to.
 
+    Matrices and vectors stay on the field's device; what is decided about them, a few numbers a
+    cell, is decided on the host.
+
     Args:
         field: The symbols.
-        owner: ``(blocks,)``.
+        owner: ``(blocks,)``, ascending.
         layers: How many layers.
         rtol: Wanted upper/lower − 1.
         limit: Cells at once beyond which the interval is left wider.
@@ -64,153 +77,164 @@ class Search:
     def __init__(
         self,
         field: Field,
-        owner: Tensor,
+        owner: Integers,
         layers: int,
         rtol: float,
         limit: int,
         cap: float | None = None,
     ):
         self.field, self.owner, self.layers = field, owner, layers
-        self.limit, self.cap = limit, cap
-        self.evaluations = torch.zeros(layers, dtype=torch.int64, device=owner.device)
-        device = owner.device
-        dims = len(field.sizes)
+        self.limit, self.cap, self.rtol = limit, cap, rtol
+        self.evaluations = np.zeros(layers, dtype=np.int64)
         self.peak = Peak(
-            torch.zeros(layers, dtype=torch.float64, device=device),
-            torch.zeros(layers, dtype=torch.int64, device=device),
-            torch.zeros(layers, dims, dtype=torch.float64, device=device),
-            torch.zeros(layers, field.rows, dtype=torch.complex128, device=device),
+            np.zeros(layers),
+            np.zeros(layers, dtype=np.int64),
+            np.zeros((layers, len(field.sizes))),
+            np.zeros((layers, field.rows), dtype=np.complex128),
         )
-        self.target = torch.zeros_like(self.peak.lower)
+        self.target = np.zeros(layers)
         self.error = self._largest(field.error)  # (layers,)
-        self.factor = cholesky_error(field.rows) + 4 * UNIT
-        self.rtol = rtol
+        self.factor = cholesky_error(field.rows) + 8 * UNIT
+        self.moves = cap is None and math.prod(field.sizes) > 1
 
-    def run(self, cells: Cells, divide: Callable[[Cells], Cells | None]) -> Tensor:
+    def run(self, cells: Cells, divide: Callable[[Any, Integers], Cells | None]) -> Floats:
         """Prove all cells, dividing those that fail; returns the upper end per layer."""
-        self._improve(cells, steps=FEW)
-        if self.cap is None and bool((self.field.flat_bound() <= self._target()[self.owner]).all()):
+        first = self._look(cells)
+        self._raise(cells, first)
+        failed, value = self._prove(cells, first)
+        if self.cap is None and len(failed) == len(cells) and self._is_flat():
             return self._target()
         retries = 0
-        while True:
-            passed = self._prove(cells, self._target())
-            failed = cells[~passed]
-            if not len(failed.block):
-                return self._target()
-            # Cells this small fail only where σ1 exceeds the lower end: look harder there.
-            small = math.cos(failed.angle) > 1 - self.rtol / 4
-            self._improve(failed, steps=ALL if retries else MANY if small else FEW)
-            children = divide(failed)
+        while len(failed):
+            self._raise(failed, value, retries)
+            children = divide(failed, self._parts(failed, value))
             if children is None and retries < RETRIES:
                 children, retries = failed, retries + 1  # points: only a better lower end helps
-            if children is None or len(children.block) > self.limit:
+            if children is None or len(children) > self.limit:
                 return self._give_up(failed)
-            cells = children
+            failed, value = self._prove(children)
+        return self._target()
 
-    def _target(self) -> Tensor:
+    def _is_flat(self) -> bool:
+        return bool((self.field.flat_bound() <= self._target()[self.owner]).all())
+
+    def _parts(self, cells: Cells, value: Floats) -> Integers:
+        """Into how many parts to divide: as many as would do if σ1 were the centre's all over."""
+        target = np.maximum(self._target(), 1e-300)[self.owner[cells.block]]
+        ratio = np.sqrt(np.maximum(value, 0)) / target
+        enough = np.arccos(np.minimum(ratio, 1 - self.rtol / 2))
+        return np.clip(np.ceil(cells.angle / enough), 2, PARTS).astype(np.int64)
+
+    def _target(self) -> Floats:
         """τ per layer, never lowered: what was proved for one τ holds for all above it.
 
         It stays as far from the lower end as rounding requires for a proof.
         """
-        field = self.field
-        worst = self.error / self.peak.lower.square().clamp_min(1e-300)
-        floor = (4 * (worst + field.rows * self.factor + 8 * UNIT)).clamp_max(1.0)
-        wanted = self.peak.lower * (1 + torch.clamp_min(floor, 0.98 * self.rtol))
-        self.target = torch.maximum(self.target, wanted)
+        worst = self.error / np.maximum(self.peak.lower**2, 1e-300)
+        floor = np.minimum(4 * (worst + self.field.rows * self.factor + 8 * UNIT), 1.0)
+        wanted = self.peak.lower * (1 + np.maximum(floor, 0.98 * self.rtol))
+        self.target = np.maximum(self.target, wanted)
         return self.target
 
-    def _prove(self, cells: Cells, target: Tensor) -> Tensor:
-        """Which cells have σ1(F(c)) < τ·cos θ, proved. ``(P,)`` booleans."""
-        field = self.field
+    def _level(self, cells: Cells, target: Floats) -> Floats:
+        """What λ1(FF*) has to stay below at the centres, so that the cells hold nothing above τ."""
         target = target[self.owner[cells.block]]
         if self.cap is None:
-            wanted = target * (math.cos(cells.angle) * (1 - 8 * UNIT))
+            wanted = target * np.cos(cells.angle) * (1 - 8 * UNIT)
         else:
             # arccos loses half its digits near 1, hence the slack.
-            angle = (target / self.cap).clamp_max(1.0).acos() + cells.angle + 1e-7
-            wanted = self.cap * angle.clamp_max(math.pi / 2).cos() - self.cap * 8 * UNIT
-            wanted = wanted if cells.angle else target
-        # Cholesky of tI − Ĝ succeeding means λ1(G) ≤ t + (factor)·tr(tI − Ĝ) + ‖Ĝ − G‖.
-        wanted = wanted.clamp_min(0.0).square()
-        level = wanted * (1 - field.rows * self.factor) - field.error[cells.block]
-        level = level * (1 - 8 * UNIT)
-        passed = []
-        frequencies = cells.frequencies
-        for part in torch.arange(len(level), device=level.device).split(field.chunk):
-            gap = field.gram(cells.block[part], frequencies[part]).neg_()
-            gap.diagonal(dim1=-2, dim2=-1).add_(level[part, None])
-            passed.append(torch.linalg.cholesky_ex(gap).info == 0)
-        self._count(cells.block)
-        return torch.cat(passed)
+            angle = np.arccos(np.minimum(target / self.cap, 1.0)) + cells.angle + 1e-7
+            wanted = self.cap * (np.cos(np.minimum(angle, math.pi / 2)) - 8 * UNIT)
+            wanted = np.where(cells.angle > 0, wanted, target)
+        # Cholesky of I − Ĝ/t succeeding means λ1(G) ≤ t(1 + factor·tr(I − Ĝ/t)) + ‖Ĝ − G‖.
+        level = np.maximum(wanted, 0.0) ** 2 * (1 - self.field.rows * self.factor)
+        return (level - self.field.error[cells.block]) * (1 - 8 * UNIT)
 
-    def _largest(self, per_block: Tensor) -> Tensor:
-        """The maximum over each layer's blocks, of non-negative numbers: ``(layers,)``."""
-        return torch.zeros_like(self.peak.lower).scatter_reduce(0, self.owner, per_block, "amax")
+    def _prove(
+        self, cells: Cells, known: Floats | None = None, target: Floats | None = None
+    ) -> tuple[Cells, Floats]:
+        """The cells for which σ1(F(c)) < τ·cos θ could not be proved, and λ1(FF*) there, about.
 
-    def _count(self, block: Tensor) -> None:
-        self.evaluations += torch.bincount(self.owner[block], minlength=self.layers)
-
-    def _improve(self, cells: Cells, steps: int) -> None:
-        """Estimate λ1(FF*) at the centres; where one beats its layer's lower end, climb."""
-        field, frequencies = self.field, cells.frequencies
-        value = torch.empty(len(cells.block), dtype=torch.float64, device=cells.block.device)
-        for part in torch.arange(len(value), device=value.device).split(field.chunk):
-            gram = field.gram(cells.block[part], frequencies[part])
-            value[part], cells.left[part] = top_eigenpairs(gram, cells.left[part], LOOK)
-        layer = self.owner[cells.block]
-        best = torch.full_like(self.peak.lower, -math.inf).scatter_reduce(0, layer, value, "amax")
-        where = torch.arange(len(value), device=value.device)
-        where = torch.where(value == best[layer], where, -1)
-        where = torch.full_like(self.peak.block, -1).scatter_reduce(0, layer, where, "amax")
-        # A lower end short by less than this costs nothing: τ leaves it room.
-        worth = best.clamp_min(0).sqrt() > self.peak.lower * (1 + self.rtol / 4)
-        found = (worth & (where >= 0)).nonzero()[:, 0]
-        if not len(found) and steps > FEW:
-            found = (where >= 0).nonzero()[:, 0]  # the estimate fell short: look harder
-        elif steps > FEW:
-            steps = FEW
-        if len(found):
-            at = where[found]
-            start = (found, cells.block[at], frequencies[at], cells.left[at])
-            self._climb(*start, reach=max(cells.angle, 1e-6), steps=steps)
-
-    def polish(self) -> None:
-        """Newton's method from every layer's peak: the place and vectors a gradient needs.
-
-        λ1(FF*) has the gradient of u*FF*u at its vector u; the second derivatives are differences
-        of it.
+        Where λ1 is ``known`` to be too large nothing is tried. The others are estimated when they
+        have failed, but for a ``target`` of the caller's, who wants no estimates.
         """
-        field, dims = self.field, self.field.positions.shape[1]
-        offsets = torch.cat([torch.zeros(1, dims), torch.eye(dims)]).to(self.peak.frequency) * 1e-5
-        for layer in range(self.layers):
-            block = self.peak.block[layer].expand(dims + 1)
-            frequency, left = self.peak.frequency[layer].clone(), self.peak.left[layer].clone()
-            for _ in range(6):
-                places = frequency + offsets
-                start = left.expand(dims + 1, -1)
-                left_all = top_eigenpairs(field.gram(block, places), start, MANY)[1]
-                rows, waves = field.rows_applied(block, left_all), field.waves(places)
-                image = (rows @ waves[..., None])[..., 0]  # (F*u)*
-                turned = rows @ (1j * field.positions * waves[..., None])  # (1 + D, N, D)
-                slope = 2 * (image.conj()[..., None] * turned).sum(1).real
-                left = left_all[0]
-                self._record(
-                    torch.tensor([layer], device=left.device), block[:1], frequency[None],
-                    left[None], image[:1].conj(), always=True,
-                )  # fmt: skip
-                bend = (slope[1:] - slope[0]) / 1e-5
-                bend = (bend + bend.mT) / 2
-                if not dims or bool((torch.linalg.eigvalsh(bend) >= 0).any()):
-                    break
-                frequency = frequency - torch.linalg.solve(bend, slope[0])
+        field = self.field
+        level = self._level(cells, self._target() if target is None else target)
+        passed = np.zeros(len(cells), dtype=bool)
+        value = np.zeros(len(cells)) if known is None else known
+        tried = ((level > 0) & (value < level)).nonzero()[0]
+        lefts = []
+        for part in field.chunks(len(tried)):
+            at = tried[part]
+            block, frequency, scale = cells.block[at], cells.frequency[at], 1 / level[at]
+            gaps = field.gap(block, frequency, scale)
+            fine = positive(gaps)
+            passed[at] = fine
+            if known is not None or target is not None or fine.all():
+                continue
+            lost = (~fine).nonzero()[0]
+            if gaps.device.type == "cpu":  # overwritten by the factorization
+                gaps = field.gap(block[lost], frequency[lost], scale[lost])
+            else:
+                gaps = pick(gaps, lost)
+            least, left = bottom_eigenpairs(gaps, pick(cells.left, at[lost]), LOOK)
+            value[at[lost]] = (1 - least) * level[at[lost]]
+            lefts.append((at[lost], left))
+        if known is None:
+            self._count(cells.block)
+        for where, left in lefts:
+            cells.left[field.send(where)] = left
+        return cells[~passed], value[~passed]
+
+    def _largest(self, per_block: Floats) -> Floats:
+        """The maximum over each layer's blocks, of non-negative numbers: ``(layers,)``."""
+        result = np.zeros(self.layers)
+        np.maximum.at(result, self.owner, per_block)
+        return result
+
+    def _count(self, block: Integers) -> None:
+        self.evaluations += np.bincount(self.owner[block], minlength=self.layers)
+
+    def _look(self, cells: Cells) -> Floats:
+        """λ1(FF*) at the centres, about, and its vectors, from scratch."""
+        field = self.field
+        value = np.empty(len(cells))
+        for part in field.chunks(len(cells)):
+            block, scale = cells.block[part], 1 / field.usual[cells.block[part]]
+            gaps = field.gap(block, cells.frequency[part], scale)
+            least, cells.left[part] = bottom_eigenpairs(gaps, cells.left[part], FEW)
+            value[part] = (1 - least) / scale
+        self._count(cells.block)
+        return value
+
+    def _raise(self, cells: Cells, value: Floats, retries: int = 0) -> None:
+        """Where a centre beats its layer's lower end, climb from the best one."""
+        layer = self.owner[cells.block]
+        order = np.lexsort((value, layer))
+        last = np.append(layer[order][1:] != layer[order][:-1], True)
+        best = order[last]  # one cell for every layer that has any
+        # A lower end short by less than this costs nothing: τ leaves it room.
+        lower = self.peak.lower[layer[best]]
+        short = (np.sqrt(np.maximum(value[best], 0)) > lower * (1 + self.rtol / 4)) | (lower == 0)
+        # Cells this small fail only where σ1 exceeds the lower end: look harder there.
+        small = np.cos(cells.angle[best]) > 1 - self.rtol / 4
+        if short.any():
+            best, steps = best[short], FEW
+        elif small.any():
+            best, steps = best[small], ALL if retries else MANY
+        else:
+            return
+        left = pick(cells.left, best)
+        reach = np.maximum(cells.angle[best], 1e-6)
+        self._climb(layer[best], cells.block[best], cells.frequency[best], left, reach, steps)
 
     def _climb(
         self,
-        layers: Tensor,
-        block: Tensor,
-        frequency: Tensor,
+        layers: Integers,
+        block: Integers,
+        frequency: Floats,
         left: Tensor,
-        reach: float,
+        reach: Floats,
         steps: int,
         rounds: int = 4,
     ) -> None:
@@ -220,25 +244,67 @@ class Search:
         """
         field = self.field
         for turn in range(rounds):
-            if turn:
-                gram = field.gram(block, frequency)
-                left = top_eigenpairs(gram, left, steps)[1]
+            if turn or steps > FEW:
+                left = self._vectors(block, frequency, left, self.peak.lower[layers], steps)
                 self._count(block)
+            before = self.peak.lower[layers]
             rows = field.rows_applied(block, left)  # (Q, N, T): u*K_h
             right = (rows @ field.waves(frequency)[..., None])[..., 0].conj()  # F*u
-            self._record(layers, block, frequency, left, right)
-            if self.cap is not None or not field.positions.shape[1]:
+            self._record(layers, block, frequency, left.cpu().numpy(), right)
+            done = self.peak.lower[layers] <= before * (1 + self.rtol / 50)
+            if not self.moves or (turn and done.all()):
                 return  # on a grid, or without one, the frequency stays where it is
-            coefficients = (rows.mT @ right[..., None])[..., 0]
+            coefficients = (rows.swapaxes(1, 2) @ right[..., None])[..., 0]
             frequency = _uphill(coefficients, field.positions, frequency, reach / 2**turn)
+
+    def _vectors(
+        self, block: Integers, frequency: Floats, left: Tensor, lower: Floats, steps: int
+    ) -> Tensor:
+        """Top left singular vectors of F, from vectors close to them."""
+        gaps = self.field.gap(block, frequency, 1 / np.maximum(lower**2, 1e-300))
+        if steps > FEW:
+            return top_eigenpairs(gaps.neg_(), left, steps)[1]
+        return bottom_eigenpairs(gaps, left, steps)[1]
+
+    def polish(self) -> None:
+        """Newton's method from every layer's peak: the place and vectors a gradient needs.
+
+        λ1(FF*) has the gradient of u*FF*u at its vector u; the second derivatives are differences
+        of it.
+        """
+        field, dims = self.field, len(self.field.sizes)
+        offsets = np.concatenate([np.zeros((1, dims)), np.eye(dims)]) * 1e-5
+        for layer in range(self.layers):
+            block = self.peak.block[layer].repeat(dims + 1)
+            frequency, left = self.peak.frequency[layer], self.peak.left[layer]
+            for _ in range(6):
+                places = frequency + offsets
+                start = field.send(left[None].repeat(dims + 1, 0))
+                lefts = self._vectors(
+                    block, places, start, self.peak.lower[layer].repeat(dims + 1), MANY
+                )
+                rows, waves = field.rows_applied(block, lefts), field.waves(places)
+                image = (rows @ waves[..., None])[..., 0]  # (F*u)*
+                turned = rows @ (1j * field.positions * waves[..., None])  # (1 + D, N, D)
+                slope = 2 * (image.conj()[..., None] * turned).sum(1).real
+                left = lefts[0].cpu().numpy()
+                self._record(
+                    np.array([layer]), block[:1], frequency[None], left[None],
+                    image[:1].conj(), always=True,
+                )  # fmt: skip
+                bend = (slope[1:] - slope[0]) / 1e-5
+                bend = (bend + bend.T) / 2
+                if not dims or (np.linalg.eigvalsh(bend) >= 0).any():
+                    break
+                frequency = frequency - np.linalg.solve(bend, slope[0])
 
     def _record(
         self,
-        layers: Tensor,
-        block: Tensor,
-        frequency: Tensor,
-        left: Tensor,
-        image: Tensor,
+        layers: Integers,
+        block: Integers,
+        frequency: Floats,
+        left: NDArray[np.complex128],
+        image: NDArray[np.complex128],
         always: bool = False,
     ) -> None:
         """‖F(ω)*u‖/‖u‖ rounded down, kept where it is a layer's best (or equal but for rounding).
@@ -247,52 +313,44 @@ class Search:
         relative to ‖Σ|K|‖_F ‖u‖.
         """
         field, peak = self.field, self.peak
-        norm = torch.linalg.vector_norm(left, dim=-1)
-        attained = torch.linalg.vector_norm(image, dim=-1) / norm
+        norm = np.linalg.norm(left, axis=-1)
         count = len(field.positions)
         error = symbol_error(field.sizes) + gamma_complex(field.rows + count + field.columns + 32)
-        lower = attained * (1 - 64 * UNIT) - 2 * error * field.size[block]
+        lower = np.linalg.norm(image, axis=-1) / norm * (1 - 64 * UNIT)
+        lower = lower - 2 * error * field.size[block]
         better = lower >= peak.lower[layers] * (1 - 1e-12 * always)
-        lower = torch.maximum(lower, peak.lower[layers])
-        for kept, new in (
-            (peak.lower, lower),
-            (peak.block, block),
-            (peak.frequency, frequency),
-            (peak.left, left / norm[:, None]),
-        ):
-            choose = better.reshape(-1, *[1] * (new.ndim - 1))
-            kept[layers] = torch.where(choose, new, kept[layers])
+        kept = layers[better]
+        peak.lower[kept] = np.maximum(lower[better], peak.lower[kept])
+        peak.block[kept] = block[better]
+        peak.frequency[kept] = frequency[better]
+        peak.left[kept] = (left / norm[:, None])[better]
 
-    def _give_up(self, cells: Cells) -> Tensor:
+    def _give_up(self, cells: Cells) -> Floats:
         """Widen until the cells that are left are proved too: the interval stays certified."""
         # σ1(F) ≤ ‖Σ|K|‖_F at every frequency: no proof is needed beyond that.
         ceiling = self._largest(self.field.size * (1 + 1e-9))
-        target, growth = self._target().clone(), self.rtol
+        target, growth = self._target().copy(), self.rtol
         while True:
-            failed = self.owner[cells.block[~self._prove(cells, target)]].unique()
+            failed = np.unique(self.owner[self._prove(cells, target=target)[0].block])
             failed = failed[target[failed] < ceiling[failed]]
             if not len(failed):
-                return torch.minimum(target, ceiling)
-            raised = (target[failed] * (1 + growth)).clamp_min(1e-3 * ceiling[failed])
+                return np.minimum(target, ceiling)
+            raised = np.maximum(target[failed] * (1 + growth), 1e-3 * ceiling[failed])
             target[failed] = raised
             growth *= 1.5
 
 
-def _uphill(coefficients: Tensor, positions: Tensor, frequency: Tensor, reach: float) -> Tensor:
-    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices.
-
-    On the CPU: a handful of numbers, and a GPU would spend the time on launches.
-    """
-    device, dims = frequency.device, positions.shape[1]
-    coefficients, positions = coefficients.cpu(), positions.cpu()
-    frequency = frequency.cpu()
-    lattice = torch.cartesian_prod(*[torch.arange(-2, 3)] * dims).reshape(-1, dims) / 2
-    lattice = lattice.to(frequency.dtype)
+def _uphill(
+    coefficients: NDArray[np.complex128], positions: Floats, frequency: Floats, reach: Floats
+) -> Floats:
+    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices."""
+    dims = positions.shape[1]
+    lattice = np.stack(np.meshgrid(*[np.arange(-2, 3) / 2] * dims), -1).reshape(-1, dims)
     for _ in range(8):
-        tried = frequency[:, None] + reach * lattice  # (Q, 5^D, D)
-        angles = tried @ positions.mT
-        even = coefficients.real[:, None] * angles.cos()
-        best = (even - coefficients.imag[:, None] * angles.sin()).sum(-1).argmax(1)
-        frequency = tried[torch.arange(len(tried)), best]
-        reach *= 0.55
-    return frequency.to(device)
+        tried = frequency[:, None] + reach[:, None, None] * lattice  # (Q, 5^D, D)
+        angles = tried @ positions.T
+        even = coefficients.real[:, None] * np.cos(angles)
+        best = (even - coefficients.imag[:, None] * np.sin(angles)).sum(-1).argmax(1)
+        frequency = tried[np.arange(len(tried)), best]
+        reach = reach * 0.55
+    return np.remainder(frequency + math.pi, 2 * math.pi) - math.pi

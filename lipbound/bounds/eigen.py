@@ -1,0 +1,99 @@
+"""Top eigenpairs of many matrices at once: estimates, which no proof relies on."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+SMALL = 16  # matrices solved outright
+
+
+def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Lanczos from ``start`` with full reorthogonalization: Ritz values and vectors, batched.
+
+    Values never exceed λ1 but for rounding. Small matrices are solved outright.
+
+    Args:
+        matrices: ``(P, n, n)`` Hermitian.
+        start: ``(P, n)``.
+        steps: Size of the Krylov space.
+    """
+    size = matrices.shape[-1]
+    if size == 1:
+        return matrices[:, 0, 0].real, torch.ones_like(start)
+    if size <= max(SMALL, steps):
+        values, vectors = torch.linalg.eigh(matrices)
+        return values[:, -1], vectors[..., -1]
+    basis = torch.zeros(*start.shape, steps, dtype=start.dtype, device=start.device)
+    images = torch.empty_like(basis)  # (P, n, steps)
+    vector = start
+    scale = torch.ones(())
+    for step in range(steps):
+        if step:
+            known = basis[..., :step]
+            for _ in range(1 if steps <= 8 else 2):
+                vector = vector - (known @ (known.mH @ vector[..., None]))[..., 0]
+        norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+        scale = norm if step < 2 else scale
+        # What is left of an exhausted space is rounding: a zero column adds nothing.
+        basis[..., step] = torch.where(norm > 1e-10 * scale, vector / norm.clamp_min(1e-300), 0)
+        vector = (matrices @ basis[..., step : step + 1])[..., 0]
+        images[..., step] = vector
+    small = basis.mH @ images
+    values, vectors = torch.linalg.eigh((small + small.mH) / 2)
+    return values[:, -1], (basis @ vectors[..., -1:])[..., 0]
+
+
+def bottom_eigenpairs(
+    gaps: Tensor, start: Tensor, steps: int
+) -> tuple[NDArray[np.float64], Tensor]:
+    """The least eigenvalues of matrices that lie near [0, 1], in few and large operations.
+
+    The Krylov space is spanned by Chebyshev polynomials of I − 2·gap, one fused product each;
+    a basis as far from orthogonal as that is good enough for some ten steps. The small
+    eigenvalue problems are solved on the host.
+
+    Args:
+        gaps: ``(P, n, n)`` Hermitian.
+        start: ``(P, n)``.
+        steps: Size of the Krylov space.
+
+    Returns:
+        Ritz values, which never fall below the eigenvalue but for rounding, and unit vectors.
+    """
+    size = gaps.shape[-1]
+    if size <= SMALL:
+        values, vectors = torch.linalg.eigh(gaps)
+        return values[:, 0].cpu().numpy(), vectors[..., 0]
+    norm = torch.linalg.vector_norm(start, dim=-1, keepdim=True).clamp_min(1e-300)
+    columns = [(start / norm)[..., None]]
+    columns.append(torch.baddbmm(columns[0], gaps, columns[0], alpha=-2))
+    while len(columns) < steps:  # 2(I − 2·gap)v − w
+        rest = torch.sub(columns[-2], columns[-1], alpha=2)
+        columns.append(torch.baddbmm(rest, gaps, columns[-1], beta=-1, alpha=-4))
+    basis = torch.cat(columns, -1)  # (P, n, steps)
+    both = basis.mH @ torch.cat([basis, gaps @ basis], -1)
+    overlap, action = np.split(both.cpu().numpy(), 2, axis=-1)
+    values, chosen = _least(overlap, action)
+    vectors = (basis @ torch.from_numpy(chosen).to(gaps.device)[..., None])[..., 0]
+    return values, vectors
+
+
+def _least(
+    overlap: NDArray[np.complex128], action: NDArray[np.complex128]
+) -> tuple[NDArray[np.float64], NDArray[np.complex128]]:
+    """The least x with action·c = x·overlap·c, and c, where the overlap may be singular."""
+    size = np.sqrt(np.maximum(np.diagonal(overlap, axis1=1, axis2=2).real, 1e-300))  # (P, k)
+    scales = size[:, :, None] * size[:, None]
+    weights, directions = np.linalg.eigh(overlap / scales)
+    kept = weights > 1e-11 * weights[:, -1:]
+    directions = directions * np.where(kept, weights, np.inf)[:, None] ** -0.5
+    small = directions.conj().swapaxes(1, 2) @ (action / scales) @ directions
+    small = (small + small.conj().swapaxes(1, 2)) / 2
+    lost = np.where(kept, 0.0, 1e6)
+    small[:, np.arange(size.shape[1]), np.arange(size.shape[1])] += lost
+    values, vectors = np.linalg.eigh(small)
+    chosen = (directions @ vectors[..., :1])[..., 0]
+    return values[:, 0], chosen / size
