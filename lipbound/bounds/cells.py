@@ -145,9 +145,10 @@ class Cover:
 
 
 def random_vectors(count: int, field: Field) -> Tensor:
-    """Seeded starts for the eigenvalue iteration: ``(count, n)``."""
+    """Seeded unit vectors to start the eigenvalue iteration from: ``(count, n)``."""
     draw = torch.Generator().manual_seed(0)
     start = torch.randn(count, field.rows, generator=draw, dtype=torch.float64)
+    start /= torch.linalg.vector_norm(start, dim=1, keepdim=True)
     return start.to(field.taps.device, torch.complex128)
 
 

@@ -51,13 +51,13 @@ def bottom_eigenpairs(
 ) -> tuple[NDArray[np.float64], Tensor]:
     """The least eigenvalues of matrices that lie near [0, 1], in few and large operations.
 
-    The Krylov space is spanned by Chebyshev polynomials of I − 2·gap, one fused product each;
-    a basis as far from orthogonal as that is good enough for some ten steps. The small
-    eigenvalue problems are solved on the host.
+    The Krylov space is spanned by Chebyshev polynomials of I − 2·gap, one product each; a basis
+    as far from orthogonal as that is good enough for a dozen steps. The small eigenvalue problems
+    are solved on the host.
 
     Args:
-        gaps: ``(P, n, n)`` Hermitian.
-        start: ``(P, n)``.
+        gaps: ``(P, n, n)`` Hermitian; overwritten.
+        start: ``(P, n)`` unit vectors.
         steps: Size of the Krylov space.
 
     Returns:
@@ -67,24 +67,23 @@ def bottom_eigenpairs(
     if size <= SMALL:
         values, vectors = torch.linalg.eigh(gaps)
         return values[:, 0].cpu().numpy(), vectors[..., 0]
-    norm = torch.linalg.vector_norm(start, dim=-1, keepdim=True).clamp_min(1e-300)
-    columns = [(start / norm)[..., None]]
-    columns.append(torch.baddbmm(columns[0], gaps, columns[0], alpha=-2))
-    while len(columns) < steps:  # 2(I − 2·gap)v − w
-        rest = torch.sub(columns[-2], columns[-1], alpha=2)
-        columns.append(torch.baddbmm(rest, gaps, columns[-1], beta=-1, alpha=-4))
+    turned = gaps.mul_(-2)
+    turned.diagonal(dim1=-2, dim2=-1).add_(1)
+    columns = [start[..., None], turned @ start[..., None]]
+    while len(columns) < steps:
+        columns.append(torch.baddbmm(columns[-2], turned, columns[-1], beta=-1, alpha=2))
     basis = torch.cat(columns, -1)  # (P, n, steps)
-    both = basis.mH @ torch.cat([basis, gaps @ basis], -1)
+    both = basis.mH @ torch.cat([basis, turned @ basis], -1)
     overlap, action = np.split(both.cpu().numpy(), 2, axis=-1)
-    values, chosen = _least(overlap, action)
+    values, chosen = _greatest(overlap, action)
     vectors = (basis @ torch.from_numpy(chosen).to(gaps.device)[..., None])[..., 0]
-    return values, vectors
+    return (1 - values) / 2, vectors
 
 
-def _least(
+def _greatest(
     overlap: NDArray[np.complex128], action: NDArray[np.complex128]
 ) -> tuple[NDArray[np.float64], NDArray[np.complex128]]:
-    """The least x with action·c = x·overlap·c, and c, where the overlap may be singular."""
+    """The greatest x with action·c = x·overlap·c, and c, where the overlap may be singular."""
     size = np.sqrt(np.maximum(np.diagonal(overlap, axis1=1, axis2=2).real, 1e-300))  # (P, k)
     scales = size[:, :, None] * size[:, None]
     weights, directions = np.linalg.eigh(overlap / scales)
@@ -92,8 +91,8 @@ def _least(
     directions = directions * np.where(kept, weights, np.inf)[:, None] ** -0.5
     small = directions.conj().swapaxes(1, 2) @ (action / scales) @ directions
     small = (small + small.conj().swapaxes(1, 2)) / 2
-    lost = np.where(kept, 0.0, 1e6)
+    lost = np.where(kept, 0.0, -1e6)
     small[:, np.arange(size.shape[1]), np.arange(size.shape[1])] += lost
     values, vectors = np.linalg.eigh(small)
-    chosen = (directions @ vectors[..., :1])[..., 0]
-    return values[:, 0], chosen / size
+    chosen = (directions @ vectors[..., -1:])[..., 0]
+    return values[:, -1], chosen / size
