@@ -10,6 +10,7 @@ import torch
 from cases import LAYERS, ROUNDING, build, kernels, spectral_norm
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.linalg import lapack
 from torch import nn
 
 from lipbound import bound, bracket, brackets, convolution, exact, lipschitz
@@ -18,6 +19,7 @@ from lipbound.bounds.eigen import bottom_eigenpairs, top_eigenpairs
 from lipbound.bounds.field import CHUNK_BYTES, Field
 from lipbound.bounds.finite import embedding
 from lipbound.bounds.search import Search
+from lipbound.bounds.single import NO, YES, Single, _spread
 from lipbound.experiments.soundness import random_case, violations
 from lipbound.experiments.trained import grid_peak
 from lipbound.symbol import evaluate, taps
@@ -209,6 +211,57 @@ def test_the_proof_decides(monkeypatch):
     assert found.lower <= peak * 1.01
     assert peak <= found.upper <= 20 * peak
     assert found.certified
+
+
+def mixed(kernel: torch.Tensor) -> torch.Tensor:
+    return kernel * torch.logspace(-3, 0, len(kernel), dtype=torch.float64)[:, None, None, None]
+
+
+@pytest.mark.parametrize("rows", [17, 48, 61, 130])
+@pytest.mark.parametrize(
+    "change", [lambda k: k, lambda k: k + 1, mixed], ids=["he", "peak", "mixed"]
+)
+def test_single_precision_proves_nothing_false(rows, change):
+    """λ1 against limits on both sides of it, down to the last digits float32 has."""
+    draw = torch.Generator().manual_seed(rows)
+    kernel = torch.randn(rows, rows + 3, 3, 3, dtype=torch.float64, generator=draw)
+    field = Field(change(kernel)[None])
+    single = Single(field)
+    rng = np.random.default_rng(rows)
+    places = rng.uniform(-3, 3, (12, 2))
+    block = np.zeros(len(places), dtype=np.int64)
+    truth = torch.linalg.eigvalsh(field.gram(block, places))[:, -1].numpy()
+    single.suits(block, np.ones(len(block)), truth)  # makes the lags
+    if rows < 48:
+        assert single.parts is None
+        return
+    for below in (1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3):
+        assert (single.prove(block, places, truth * (1 - below)) != YES).all()
+    assert (single.prove(block, places, truth * 1.01) != NO).all()
+    assert (single.prove(block, places, truth * 1.01) == YES).all()  # it has learned what to expect
+    # The guess of δ never decides: told that factors are harmless, it leaves cells undecided.
+    single.spread[:] = 0
+    assert (single.prove(block, places, truth * (1 + 3e-5)) != YES).all()
+
+
+def test_single_precision_errs_by_less_than_stated():
+    """The two halves of δ, each against float64."""
+    # Near 2π/3 the symbol of all ones vanishes: lags a thousand times what is left of them.
+    field = Field(1 + 0.1 * torch.randn(1, 90, 95, 3, 3, dtype=torch.float64))
+    single, block, places = Single(field), np.zeros(5, dtype=np.int64), np.full((5, 2), 2.0944)
+    scale = 0.9 / torch.linalg.eigvalsh(field.gram(block, places))[:, -1].numpy()
+    single.suits(block, np.ones(5), 1 / scale)
+    gaps = single._gaps(block, places, scale)
+    exact = field.gap(block, places, scale).numpy()
+    half = gaps * (1 - np.eye(90) / 2)
+    whole = half + half.conj().swapaxes(1, 2)
+    off = np.linalg.norm(whole - exact, 2, axis=(1, 2))
+    assert (off <= single._delta(np.zeros(5), scale * single.weight[block])).all()
+    lapack.cpotrf(gaps[0].T, lower=1, clean=0, overwrite_a=1)
+    factor = np.triu(gaps[0]).astype(complex)
+    off = np.linalg.norm(factor.T @ factor.conj() - whole[0].conj(), 2)
+    stated = single._delta(_spread(gaps[:1]), np.zeros(1))
+    assert off <= stated <= 1000 * off
 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.integers(1, 4), st.integers(1, 3))

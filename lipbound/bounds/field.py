@@ -69,7 +69,7 @@ class Field:
         self.size, energy = torch.stack(norms).cpu().numpy()
         # λ1 of a random symbol with this energy (Marchenko and Pastur): the scale to begin with.
         edge = (1 + math.sqrt(self.rows / self.columns)) ** 2
-        self.usual = edge * energy**2 / self.rows
+        self.usual = np.where(energy > 0, edge * energy**2 / self.rows, 1.0)
         angles = symbol_error([2 * m for m in self.sizes]) * 4
         length = self.columns * len(self.positions) + 2 * len(self.lags)
         length += self.columns * self.rows + 64
@@ -135,7 +135,7 @@ class Field:
 
     @property
     def chunk(self) -> int:
-        """How many matrices to handle at once."""
+        """How many complex128 matrices to handle at once."""
         width = self.rows if self.keeps_lags else max(self.rows, self.columns)
         gathered = len(self.lags) * self.rows**2 if self._gathers() else 0
         each = 16 * self.rows * width + 16 * (len(self.lags) + gathered)
@@ -146,18 +146,16 @@ class Field:
         most = GATHER.get(self.device.type, GATHER["cpu"])
         return self.keeps_lags and self.blocks > 1 and entries <= most
 
-    def chunks(self, count: int) -> Iterator[slice]:
-        """Slices of at most ``chunk`` cells, as even as can be."""
-        parts = math.ceil(count / self.chunk)
+    def chunks(self, count: int, entry: int = 16) -> Iterator[slice]:
+        """Slices of at most ``chunk`` cells, as even as can be; more where entries are smaller."""
+        parts = math.ceil(count / (self.chunk * 16 // entry))
         ends = [count * i // max(1, parts) for i in range(parts + 1)]
         return (slice(a, b) for a, b in pairwise(ends))
 
     def gap(self, block: Integers, frequency: Floats, scale: Floats) -> Tensor:
         """I − scale·FF* for block ``block[p]`` at ``frequency[p]``: ``(P, n, n)`` complex128."""
         if self.keeps_lags:
-            angles = frequency @ self.lags.T  # (P, L)
-            waves = np.concatenate([np.cos(angles), np.sin(angles[:, 1:])], 1)
-            factors = self.send(waves * -scale[:, None])
+            factors = self.send(self.lag_waves(frequency, -scale))
             real = self._times_blocks(factors[:, : len(self.lags)], self.even, block)
             if self.odd is None:
                 imag = torch.zeros_like(real)
@@ -171,6 +169,11 @@ class Field:
         product.diagonal(dim1=-2, dim2=-1).add_(1)
         return product
 
+    def lag_waves(self, frequency: Floats, scale: Floats) -> Floats:
+        """Scaled cosines of all lags, sines of all but the first: ``(P, 2L − 1)``."""
+        angles = frequency @ self.lags.T
+        return np.concatenate([np.cos(angles), np.sin(angles[:, 1:])], 1) * scale[:, None]
+
     def gram(self, block: Integers, frequency: Floats) -> Tensor:
         """FF* itself."""
         identity = torch.eye(self.rows, dtype=torch.complex128, device=self.device)
@@ -183,10 +186,14 @@ class Field:
         if self._gathers():
             return (factors[:, None] @ blocks[self.send(block)])[:, 0]
         result = factors.new_empty(len(factors), blocks.shape[-1])
-        ends = [0, *((block[1:] != block[:-1]).nonzero()[0] + 1).tolist(), len(block)]
-        for first, last in pairwise(ends):
+        for first, last in self.runs(block):
             torch.mm(factors[first:last], blocks[int(block[first])], out=result[first:last])
         return result
+
+    @staticmethod
+    def runs(block: Integers) -> Iterator[tuple[int, int]]:
+        """From where to where the block stays the same."""
+        return pairwise([0, *((block[1:] != block[:-1]).nonzero()[0] + 1).tolist(), len(block)])
 
     def symbol(self, block: Integers, frequency: Floats) -> Tensor:
         """F itself: ``(P, n, N)`` complex128."""

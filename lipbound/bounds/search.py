@@ -42,6 +42,7 @@ from lipbound.bounds.rounding import (
     positive,
     symbol_error,
 )
+from lipbound.bounds.single import UNDECIDED, YES, Single
 
 # Krylov spaces: from random vectors, at cells that fail, while climbing, where that fell short.
 FIRST, LOOK, FEW, MANY = 16, 8, 8, 48
@@ -94,6 +95,7 @@ class Search:
             np.zeros((layers, field.rows), dtype=np.complex128),
         )
         self.target = np.zeros(layers)
+        self.single = Single(field)
         self.error = self._largest(field.error)  # (layers,)
         self.factor = cholesky_error(field.rows) + 8 * UNIT
         self.moves = cap is None and math.prod(field.sizes) > 1
@@ -140,7 +142,7 @@ class Search:
         self.target = np.maximum(self.target, wanted)
         return self.target
 
-    def _level(self, cells: Cells, target: Floats) -> Floats:
+    def _limit(self, cells: Cells, target: Floats) -> Floats:
         """What λ1(FF*) has to stay below at the centres, so that the cells hold nothing above τ."""
         target = target[self.owner[cells.block]]
         if self.cap is None:
@@ -150,9 +152,7 @@ class Search:
             angle = np.arccos(np.minimum(target / self.cap, 1.0)) + cells.angle + 1e-7
             wanted = self.cap * (np.cos(np.minimum(angle, math.pi / 2)) - 8 * UNIT)
             wanted = np.where(cells.angle > 0, wanted, target)
-        # Cholesky of I − Ĝ/t succeeding means λ1(G) ≤ t(1 + factor·tr(I − Ĝ/t)) + ‖Ĝ − G‖.
-        level = np.maximum(wanted, 0.0) ** 2 * (1 - self.field.rows * self.factor)
-        return (level - self.field.error[cells.block]) * (1 - 8 * UNIT)
+        return (np.maximum(wanted, 0.0) ** 2 - self.field.error[cells.block]) * (1 - 8 * UNIT)
 
     def _prove(
         self, cells: Cells, known: Floats | None = None, target: Floats | None = None
@@ -162,33 +162,66 @@ class Search:
         Where λ1 is ``known`` to be too large nothing is tried. The others are estimated when they
         have failed, but for a ``target`` of the caller's, who wants no estimates.
         """
-        field = self.field
-        level = self._level(cells, self._target() if target is None else target)
-        passed = np.zeros(len(cells), dtype=bool)
+        limit = self._limit(cells, self._target() if target is None else target)
         value = np.zeros(len(cells)) if known is None else known
-        tried = ((level > 0) & (value < level)).nonzero()[0]
-        lefts = []
-        for part in field.chunks(len(tried)):
-            at = tried[part]
-            block, frequency, scale = cells.block[at], cells.frequency[at], 1 / level[at]
-            gaps = field.gap(block, frequency, scale)
-            fine = positive(gaps)
-            passed[at] = fine
-            if known is not None or target is not None or fine.all():
-                continue
-            lost = (~fine).nonzero()[0]
-            if gaps.device.type == "cpu":  # overwritten by the factorization
-                gaps = field.gap(block[lost], frequency[lost], scale[lost])
-            else:
-                gaps = pick(gaps, lost)
-            least, left = bottom_eigenpairs(gaps, pick(cells.left, at[lost]), LOOK)
-            value[at[lost]] = np.maximum(1 - least, 1) * level[at[lost]]
-            lefts.append((at[lost], left))
+        tried = ((limit > 0) & (value < limit)).nonzero()[0]
+        passed = np.zeros(len(cells), dtype=bool)
+        estimates = known is None and target is None
+        rest = self._prove_in_single(cells, limit, tried, passed)
+        for part in self.field.chunks(len(rest)):
+            self._prove_part(cells, limit, rest[part], passed, value if estimates else None)
+        if estimates and self.field.device.type == "cpu":
+            failed = tried[~passed[tried]]
+            for part in self.field.chunks(len(failed)):
+                self._estimate(cells, limit, failed[part], value)
         if known is None:
             self._count(cells.block)
-        for where, left in lefts:
-            cells.left[field.send(where)] = left
         return cells[~passed], value[~passed]
+
+    def _prove_in_single(
+        self, cells: Cells, limit: Floats, at: Integers, passed: NDArray[np.bool_]
+    ) -> Integers:
+        """What single precision can decide; returns the others."""
+        block, angle = cells.block[at], cells.angle[at]
+        suits = self.single.suits(block, angle, limit[at])
+        chosen = at[suits]
+        if not len(chosen):
+            return at
+        answer = self.single.prove(block[suits], cells.frequency[chosen], limit[chosen])
+        passed[chosen] = answer == YES
+        return np.sort(np.concatenate([at[~suits], chosen[answer == UNDECIDED]]))
+
+    def _prove_part(
+        self,
+        cells: Cells,
+        limit: Floats,
+        at: Integers,
+        passed: NDArray[np.bool_],
+        value: Floats | None,
+    ) -> None:
+        field = self.field
+        # Cholesky of I − Ĝ/t succeeding means λ1(Ĝ) ≤ t(1 + factor·tr(I − Ĝ/t)) ≤ t(1 + n·factor).
+        scale = 1 / (limit[at] * (1 - field.rows * self.factor))
+        gaps = field.gap(cells.block[at], cells.frequency[at], scale)
+        passed[at] = positive(gaps)
+        lost = (~passed[at]).nonzero()[0]
+        if value is not None and len(lost) and gaps.device.type != "cpu":
+            self._estimate(cells, limit, at[lost], value, pick(gaps, lost))
+
+    def _estimate(
+        self,
+        cells: Cells,
+        limit: Floats,
+        at: Integers,
+        value: Floats,
+        gaps: Tensor | None = None,
+    ) -> None:
+        """λ1 at cells that have failed, so it is no less than the limit, and its vectors."""
+        if gaps is None:  # the factorization has overwritten them
+            gaps = self.field.gap(cells.block[at], cells.frequency[at], 1 / limit[at])
+        least, left = bottom_eigenpairs(gaps, pick(cells.left, at), LOOK)
+        value[at] = np.maximum(1 - least, 1) * limit[at]
+        cells.left[self.field.send(at)] = left
 
     def _largest(self, per_block: Floats) -> Floats:
         """The maximum over each layer's blocks, of non-negative numbers: ``(layers,)``."""
