@@ -21,15 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipbound.bounds.field import Field
+from lipbound.bounds.field import Field, Floats, Integers, indices
 from lipbound.bounds.rounding import UNIT
-from lipbound.symbol import positions
 
 SMALLEST = 2.0**-28  # of the first cells' size: below it, division is pointless
 SLACK = 1e-13  # angle that centres may be off by rounding: 2π·d·30 additions, and more
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 
 @dataclass
@@ -79,7 +75,7 @@ class Cover:
 
     def start(self) -> Diamonds:
         """The first cells, one of each pair ±c."""
-        index = positions(self.samples).numpy()
+        index = indices(self.samples)
         for axes in (self.active[:2], *[[axis] for axis in self.active[2:]]):
             if axes:
                 index = index[index[:, axes].sum(1) % 2 == 0]
@@ -146,10 +142,9 @@ class Cover:
 
 def random_vectors(count: int, field: Field) -> Tensor:
     """Seeded unit vectors to start the eigenvalue iteration from: ``(count, n)``."""
-    draw = torch.Generator().manual_seed(0)
-    start = torch.randn(count, field.rows, generator=draw, dtype=torch.float64)
-    start /= torch.linalg.vector_norm(start, dim=1, keepdim=True)
-    return start.to(field.taps.device, torch.complex128)
+    start = np.random.default_rng(0).standard_normal((count, field.rows))
+    start /= np.linalg.norm(start, axis=1, keepdims=True)
+    return field.send(start.astype(np.complex128))
 
 
 def _first_half(moves: Floats) -> NDArray[np.bool_]:

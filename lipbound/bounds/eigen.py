@@ -51,9 +51,9 @@ def bottom_eigenpairs(
 ) -> tuple[NDArray[np.float64], Tensor]:
     """The least eigenvalues of matrices that lie near [0, 1], in few and large operations.
 
-    The Krylov space is spanned by Chebyshev polynomials of I − 2·gap, one product each; a basis
-    as far from orthogonal as that is good enough for a dozen steps. The small eigenvalue problems
-    are solved on the host.
+    The Krylov space is spanned by Chebyshev polynomials of I − 2·gap, one product each: a basis
+    not orthogonal, but good enough for a search. The small eigenvalue problems are solved on the
+    host.
 
     Args:
         gaps: ``(P, n, n)`` Hermitian; overwritten.
@@ -63,8 +63,7 @@ def bottom_eigenpairs(
     Returns:
         Ritz values, which never fall below the eigenvalue but for rounding, and unit vectors.
     """
-    size = gaps.shape[-1]
-    if size <= SMALL:
+    if gaps.shape[-1] <= max(SMALL, steps):
         values, vectors = torch.linalg.eigh(gaps)
         return values[:, 0].cpu().numpy(), vectors[..., 0]
     turned = gaps.mul_(-2)

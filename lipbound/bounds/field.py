@@ -24,7 +24,6 @@ from lipbound.bounds.rounding import (
     proved_eigenvalue,
     symbol_error,
 )
-from lipbound.symbol import positions
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
 CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # complex matrices handled at once
@@ -34,6 +33,11 @@ GATHER = {"cpu": 1 << 13, "cuda": 1 << 18}
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+
+
+def indices(sizes: Sequence[int]) -> Integers:
+    """All index vectors below ``sizes``, row by row: ``(prod(sizes), D)``, on the host."""
+    return np.indices(tuple(sizes)).reshape(len(sizes), -1).T if sizes else np.zeros((1, 0), int)
 
 
 def lag_bytes(rows: int, sizes: Sequence[int]) -> int:
@@ -58,7 +62,7 @@ class Field:
         self.blocks, self.rows, self.columns, *self.sizes = taps.shape
         self.device = taps.device
         self.taps = taps.reshape(*taps.shape[:3], -1)  # (blocks, n, N, T)
-        self.positions = positions(self.sizes).double().numpy()  # (T, D)
+        self.positions = indices(self.sizes).astype(float)  # (T, D)
         self.lags = _half_lags(self.sizes)  # (L, D), 0 first
         self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= LAG_BYTES
         if self.keeps_lags:
@@ -234,6 +238,6 @@ def _shifted(grid: Tensor, lag: list[int]) -> Tensor:
 
 def _half_lags(sizes: list[int]) -> Floats:
     """Lag 0 and one of each pair ±l: ``(L, D)``."""
-    full = positions([2 * m - 1 for m in sizes]).double().numpy()
+    full = indices([2 * m - 1 for m in sizes]).astype(float)
     full = full - (np.array(sizes) - 1)
     return full[len(full) // 2 :]

@@ -236,10 +236,11 @@ class Search:
         """λ1(FF*) at the centres, about, and its vectors, from scratch."""
         field = self.field
         value = np.empty(len(cells))
+        steps = FIRST if math.prod(field.sizes) > 1 else MANY  # a matrix is a single cell
         for part in field.chunks(len(cells)):
             block, scale = cells.block[part], 1 / field.usual[cells.block[part]]
             gaps = field.gap(block, cells.frequency[part], scale)
-            least, cells.left[part] = bottom_eigenpairs(gaps, cells.left[part], FIRST)
+            least, cells.left[part] = bottom_eigenpairs(gaps, cells.left[part], steps)
             value[part] = (1 - least) / scale
         self._count(cells.block)
         return value
@@ -299,7 +300,7 @@ class Search:
     ) -> Tensor:
         """Top left singular vectors of F, from vectors close to them."""
         gaps = self.field.gap(block, frequency, 1 / np.maximum(lower**2, 1e-300))
-        if steps > FEW:
+        if steps > MANY or (steps == MANY and self.rtol < 1e-6):
             return top_eigenpairs(gaps.neg_(), left, steps)[1]
         return bottom_eigenpairs(gaps, left, steps)[1]
 
@@ -317,9 +318,7 @@ class Search:
             for _ in range(6):
                 places = frequency + offsets
                 start = field.send(left[None].repeat(dims + 1, 0))
-                lefts = self._vectors(
-                    block, places, start, self.peak.lower[layer].repeat(dims + 1), MANY
-                )
+                lefts = top_eigenpairs(field.gram(block, places), start, MANY)[1]
                 rows, waves = field.rows_applied(block, lefts), field.waves(places)
                 image = (rows @ waves[..., None])[..., 0]  # (F*u)*
                 turned = rows @ (1j * field.positions * waves[..., None])  # (1 + D, N, D)
