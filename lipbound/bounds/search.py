@@ -109,7 +109,12 @@ class Search:
             return self._target()
         retries = 0
         while len(failed):
+            before = self._target()
             self._raise(failed, value, retries)
+            if (self._target() > before * (1 + self.rtol / 4)).any():  # some may pass now
+                failed, value = self._prove(failed, value)
+                if not len(failed):
+                    break
             children = divide(failed, self._parts(failed, value))
             if children is None and retries < RETRIES:
                 children, retries = failed, retries + 1  # points: only a better lower end helps
