@@ -1,6 +1,8 @@
-"""Top eigenpairs of many matrices at once: estimates, which no proof relies on."""
+"""Top eigenpairs of many matrices at once, and places to look: no proof relies on either."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -95,3 +97,22 @@ def _greatest(
     values, vectors = np.linalg.eigh(small)
     chosen = (directions @ vectors[..., -1:])[..., 0]
     return values[:, -1], chosen / size
+
+
+def uphill(
+    coefficients: NDArray[np.complex128],
+    positions: NDArray[np.float64],
+    frequency: NDArray[np.float64],
+    reach: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices."""
+    dims = positions.shape[1]
+    lattice = np.stack(np.meshgrid(*[np.arange(-2, 3) / 2] * dims), -1).reshape(-1, dims)
+    for _ in range(8):
+        tried = frequency[:, None] + reach[:, None, None] * lattice  # (Q, 5^D, D)
+        angles = tried @ positions.T
+        even = coefficients.real[:, None] * np.cos(angles)
+        best = (even - coefficients.imag[:, None] * np.sin(angles)).sum(-1).argmax(1)
+        frequency = tried[np.arange(len(tried)), best]
+        reach = reach * 0.55
+    return np.remainder(frequency + math.pi, 2 * math.pi) - math.pi

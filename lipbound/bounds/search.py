@@ -14,8 +14,9 @@ of exponential type Σ d_j\|δ_j\| bounded by M with a maximum M at s = 0, so by
 centre. If σ1(F(c)) < τ cos θ_c for every cell, then M < τ: otherwise the cell that holds ω* would
 have σ1(F(c)) ≥ M cos θ_c ≥ τ cos θ_c. Cells that fail are divided and tried again; a failing
 centre may also raise the lower end, and τ with it, which takes nothing from the cells already
-done. The test is a Cholesky factorization, so what was estimated on the way decides the speed
-only.
+done; cells that had failed are then tried again first. The test is a Cholesky factorization, in
+single precision where there is room (:mod:`lipbound.bounds.single`), so what was estimated on the
+way decides the speed only: where to climb, and into how many parts to divide.
 
 F(−ω) is the conjugate of F(ω), so one of each pair of cells ±c is enough. For their shape see
 :mod:`lipbound.bounds.cells`.
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lipbound.bounds.cells import Cells, pick
-from lipbound.bounds.eigen import bottom_eigenpairs, top_eigenpairs
+from lipbound.bounds.eigen import bottom_eigenpairs, top_eigenpairs, uphill
 from lipbound.bounds.field import Field, Floats, Integers
 from lipbound.bounds.rounding import (
     UNIT,
@@ -134,7 +135,10 @@ class Search:
         target = np.maximum(self._target(), 1e-300)[self.owner[cells.block]]
         ratio = np.sqrt(np.maximum(value, 0)) / target
         enough = np.arccos(np.minimum(ratio, 1 - self.rtol / 2))
-        return np.clip(np.ceil(cells.angle / (0.9 * enough)), 2, PARTS).astype(np.int64)
+        axes = sum(m > 1 for m in self.field.sizes)
+        most = PARTS if axes < 3 else 3
+        parts = np.clip(np.ceil(cells.angle / (0.9 * enough)), 2, most).astype(np.int64)
+        return parts if (parts**axes).sum() <= self.limit else np.full_like(parts, 2)
 
     def _target(self) -> Floats:
         """τ per layer, never lowered: what was proved for one τ holds for all above it.
@@ -298,7 +302,7 @@ class Search:
             if not self.moves or (turn and done.all()):
                 return  # on a grid, or without one, the frequency stays where it is
             coefficients = (rows.swapaxes(1, 2) @ right[..., None])[..., 0]
-            frequency = _uphill(coefficients, field.positions, frequency, reach / 2**turn)
+            frequency = uphill(coefficients, field.positions, frequency, reach / 2**turn)
 
     def _vectors(
         self, block: Integers, frequency: Floats, left: Tensor, lower: Floats, steps: int
@@ -379,19 +383,3 @@ class Search:
             raised = np.maximum(target[failed] * (1 + growth), 1e-3 * ceiling[failed])
             target[failed] = raised
             growth *= 1.5
-
-
-def _uphill(
-    coefficients: NDArray[np.complex128], positions: Floats, frequency: Floats, reach: Floats
-) -> Floats:
-    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices."""
-    dims = positions.shape[1]
-    lattice = np.stack(np.meshgrid(*[np.arange(-2, 3) / 2] * dims), -1).reshape(-1, dims)
-    for _ in range(8):
-        tried = frequency[:, None] + reach[:, None, None] * lattice  # (Q, 5^D, D)
-        angles = tried @ positions.T
-        even = coefficients.real[:, None] * np.cos(angles)
-        best = (even - coefficients.imag[:, None] * np.sin(angles)).sum(-1).argmax(1)
-        frequency = tried[np.arange(len(tried)), best]
-        reach = reach * 0.55
-    return np.remainder(frequency + math.pi, 2 * math.pi) - math.pi
