@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.records import append, provenance
-from lipbound.robust.attacks import autoattack, strongest_pgd
+from lipbound.robust.attacks import autoattack
 from lipbound.robust.models import MODELS
+from lipbound.robust.strongest import strongest_pgd
 
 
 def main() -> None:

@@ -14,15 +14,15 @@ from torch import nn
 from lipbound import audit
 from lipbound.robust.attacks import (
     autoattack,
-    carlini_wagner,
     margin,
     perturbation_norms,
     random_search,
-    strongest_pgd,
 )
 from lipbound.robust.data import digits
 from lipbound.robust.evaluate import ATTACKS, Plan, evaluate, interval, jacobian_norms, paired
 from lipbound.robust.settings import settings
+from lipbound.robust.smallest import carlini_wagner
+from lipbound.robust.strongest import strongest_pgd
 from lipbound.robust.train import load_model, train
 
 pytest.importorskip("sklearn", reason="scikit-learn's digits")
@@ -132,8 +132,8 @@ def test_strongest_is_the_worst_of_all_iterations_and_restarts(trained):
         for n, r in ((1, 1), (5, 1), (20, 1), (20, 3))
     ]
     assert counts == sorted(counts)
-    plain = strongest_pgd(model, images, labels, iterations=20, compact=1000, **options)
-    dropped = strongest_pgd(model, images, labels, iterations=20, compact=1, **options)
+    plain = strongest_pgd(model, images, labels, iterations=20, width=1000, **options)
+    dropped = strongest_pgd(model, images, labels, iterations=20, width=7, **options)
     assert torch.equal(plain.broken, dropped.broken), "leaving the batch changes nothing"
     assert torch.equal(plain.iteration, dropped.iteration)
     assert bool((model(plain.images).argmax(1) != labels).eq(plain.broken).all())

@@ -22,16 +22,18 @@ from lipbound.network import Audit
 from lipbound.robust.attacks import (
     LOSSES,
     Found,
+    ascent,
     autoattack,
-    carlini_wagner,
     cross_entropy,
+    margin,
     perturbation_norms,
     pgd,
     random_search,
-    strongest_pgd,
 )
 from lipbound.robust.balls import BALLS
 from lipbound.robust.freeze import frozen
+from lipbound.robust.smallest import carlini_wagner
+from lipbound.robust.strongest import strongest_pgd
 
 CERTIFIED_RADII = tuple(r / 255 for r in (36, 72, 108, 255))
 
@@ -438,6 +440,13 @@ def doubt(
     if not bool(gradient.isfinite().all()):
         said.append("gradients are not all numbers: the attack cannot follow them")
 
+    evidence["promise_kept"] = kept_promise = _promise(model, x, y, plan)
+    if kept_promise < 0.4:
+        said.append(
+            f"over a tenth of the radius the margin changes by {100 * kept_promise:.0f} % of what "
+            f"its gradient promises: the gradient is of something finer"
+        )
+
     budget = {"radius": plan.radius, "ball": plan.ball, "seed": plan.seed}
     blind = random_search(model, x, y, **budget)  # type: ignore[arg-type]
     margins = strongest_pgd(
@@ -458,6 +467,16 @@ def doubt(
         if better(broken, white):
             said.append(f"{text} ({share(broken):.3f}) than the attack itself ({share(white):.3f})")
     return said, evidence
+
+
+@torch.no_grad()
+def _promise(model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> float:
+    """The margin's change along its gradient, as part of what the gradient says; the median."""
+    _, before, gradient = ascent(model, images, labels, margin)
+    change = plan.radius / 10 * BALLS[plan.ball].ascend(gradient)
+    promised = (gradient * change).flatten(1).sum(1)
+    kept = (margin(model(images + change), labels) - before) / promised
+    return float(kept.nan_to_num(0.0, 0.0, 0.0).median())
 
 
 def jacobian_norms(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:

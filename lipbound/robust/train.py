@@ -423,21 +423,22 @@ class Run:
         training = model.training
         mode = place is None and chosen.attack_mode == "train"
 
-        def attack(images: Tensor, labels: Tensor, start: Tensor | None = None) -> Tensor:
+        def attack(images: Tensor, labels: Tensor, *start: Tensor) -> tuple[Tensor]:
             with frozen(model), self._autocast():
-                return pgd(
+                found = pgd(
                     model, images, labels,
                     radius=chosen.radius, step=chosen.step * chosen.radius, iterations=steps,
-                    ball=chosen.ball, start=start,
+                    ball=chosen.ball, start=start[0] if start else None,
                 )  # fmt: skip
+            return (found,)
 
         model.train(mode)
         inputs = [images, labels] if start is None else [images, labels, start]
         if self.replay is not None:
             key = (model is self.average, mode, steps)
-            attacked = self.replay(key, attack, inputs, model.buffers() if mode else ())
+            (attacked,) = self.replay(key, attack, inputs, model.buffers() if mode else ())
         else:
-            attacked = attack(*inputs)
+            (attacked,) = attack(*inputs)
         model.train(training)
         return attacked
 
