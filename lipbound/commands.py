@@ -259,6 +259,14 @@ def attack(
     ] = False,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 500,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    precision: Annotated[
+        str,
+        typer.Option(help="Of the searches: float32, tf32, bfloat16; float32 has the last word."),
+    ] = "float32",
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the network for the searches.")
+    ] = False,
+    graphs: Annotated[bool, typer.Option(help="Replay the searches as CUDA graphs.")] = True,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")
     ] = None,
@@ -274,7 +282,7 @@ def attack(
     from lipbound.records import append
     from lipbound.report import attack_table
     from lipbound.robust.assess import assess, networks
-    from lipbound.robust.evaluate import Plan
+    from lipbound.robust.plan import Plan
     from lipbound.robust.team import team
 
     if count < 0 or jacobians < 0:
@@ -288,7 +296,7 @@ def attack(
         tuple(attacks or ["pgd"]), ball or trained.ball,
         trained.radius if radius is None else radius, step, iterations, restarts, loss, decay,
         radii=tuple(l2_radius or (0.6, 0.8)),
-        batch=batch, seed=seed,
+        batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
     )  # fmt: skip
     test = _data(name, folder).test
     images = test.load(torch.arange(min(count or len(test), len(test))))

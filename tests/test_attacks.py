@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,14 @@ from lipbound.robust.attacks import (
     random_search,
 )
 from lipbound.robust.data import digits
-from lipbound.robust.evaluate import ATTACKS, Plan, evaluate, interval, jacobian_norms, paired
+from lipbound.robust.evaluate import (
+    evaluate,
+    interval,
+    jacobian_norms,
+    outcomes,
+    paired,
+)
+from lipbound.robust.plan import ATTACKS, Plan
 from lipbound.robust.settings import settings
 from lipbound.robust.smallest import carlini_wagner
 from lipbound.robust.strongest import strongest_pgd
@@ -157,6 +165,20 @@ def test_random_search_stays_inside_and_finds_something(trained):
         )
         clean = int((model(images).argmax(1) != labels).sum())
         assert clean < int(found.broken.sum()) <= int(white.broken.sum())
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_a_rough_search_is_looked_at_once_more(trained, precision):
+    model, images, labels, _ = trained
+    plan = Plan(("pgd", "cw"), radius=0.1, iterations=20, restarts=2, search_steps=60, searches=5)
+    plain, rough = (
+        evaluate(model, images, labels, p, doubts=False)
+        for p in (plan, replace(plan, precision=precision))
+    )
+    for name, entry in (("pgd", lambda r: r["pgd"]), ("cw", lambda r: r["cw"]["0.6"])):
+        differ = outcomes(entry(plain)) ^ outcomes(entry(rough))
+        assert int(differ.sum()) <= 2, name
+        assert rough[name]["not_reproduced"] <= plain[name]["not_reproduced"] + 1
 
 
 def test_jacobian_norms_are_exact(trained):

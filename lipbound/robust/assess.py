@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lipbound.network import audit
 from lipbound.records import provenance
-from lipbound.robust.evaluate import Plan, evaluate
+from lipbound.robust.evaluate import evaluate
+from lipbound.robust.plan import Plan
 from lipbound.robust.train import Trained, load_trained
 
 
@@ -60,6 +61,8 @@ def assess(
             f"the images are {tuple(pixels.shape[1:])}, the network takes {network.input_shape}"
         )
     model = network.model.to(device)
+    if device.type == "cuda" and plan.precision != "float32":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if certify:
         progress("audit")
     record = evaluate(

@@ -39,6 +39,7 @@ def strongest_pgd(
     ball: str = "linf",
     loss: str = "cross-entropy",
     decay: bool = False,
+    confidence: float = 0.0,
     seed: int = 0,
     width: int = 0,
     replay: Replay | None = None,
@@ -59,6 +60,7 @@ def strongest_pgd(
         loss: A name in ``LOSSES``.
         decay: Let the steps shrink to a fiftieth in the course of a restart. With ``step`` equal
             to the radius and several restarts this comes up to APGD at the same budget.
+        confidence: Margin that counts as broken.
         seed: Of the starts.
         width: Images at a time; all without it.
         replay: Runs the iterations as a graph, on a GPU; it must not have served another model.
@@ -73,7 +75,7 @@ def strongest_pgd(
         [False, True]
     """
     look = chunk(iterations + 1)
-    lengths = images.new_tensor([radius, step, iterations])
+    lengths = images.new_tensor([radius, step, iterations, confidence])
 
     def advance(lengths: Tensor, *state: Tensor) -> Slots:
         slots = Slots(*state)
@@ -108,7 +110,7 @@ def _iterated(
     logits: Logits, slots: Slots, lengths: Tensor, ball: str, loss: str, decay: bool
 ) -> Slots:
     """Look at the attacked images, then move them. Slots that are done move on without effect."""
-    radius, step, iterations = lengths.unbind()
+    radius, step, iterations, confidence = lengths.unbind()
     wide = (-1, *[1] * (slots.attacked.ndim - 1))
 
     def losses(scores: Tensor, target: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ def _iterated(
 
     scores, _, gradient = ascent(logits, slots.attacked, slots.target, losses)
     gaps = margin(scores, slots.target)
-    wrong = (scores.argmax(1) != slots.target) & scores.isfinite().all(1)
+    wrong = (scores.argmax(1) != slots.target) & scores.isfinite().all(1) & (gaps >= confidence)
     going = (slots.broken_at < 0) & (slots.at <= iterations)
     better = going & (wrong | (gaps > slots.best))
     length = step * (1 - 0.98 * slots.at / iterations).reshape(wide) if decay else step
