@@ -324,23 +324,44 @@ def attack(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="fig1, fig2, table1, table4, or all.")],
+    name: Annotated[
+        str, typer.Argument(help="fig1, fig2, fig3, table1, table2, table3, table4, or all.")
+    ],
     weights: Annotated[
         list[Path] | None,
         typer.Option(help="Trained networks' weights; repeat. The embedded network's without."),
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Seconds, to see that it works.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where image data lies, for table2, table3, fig3.")
+    ] = None,
+    tier: Annotated[str, typer.Option(help="Of table2: A, B, B100, C; all without it.")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="An arm of the tier, 'at+lipreg 0.02' say; repeat.")
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="After which trainings pause; the same command goes on with them."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda, for trainings; the GPU if there is one.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of records and figures.")] = Path("reproduced"),
 ) -> None:
     """Compute a figure or table of the paper anew: record, figure, report."""
     from lipbound.experiments import reproduce as steps
+    from lipbound.experiments.request import Request
 
     names = list(steps.EXPERIMENTS) if name == "all" else [name]
     for each in names:
         if each not in steps.EXPERIMENTS:
             raise ValueError(f"unknown {each!r}; there are {', '.join(steps.EXPERIMENTS)}, all")
+    request = Request(
+        tiny, tuple(weights or ()), out, folder, tier, tuple(only or ()), minutes, device,
+        lambda text: typer.echo(text, err=True),
+    )  # fmt: skip
     for each in names:
-        record = steps.run(each, tiny, weights or [])
+        record = steps.run(each, request)
         steps.save(record, out)
         steps.write_figure(record, out)
         typer.echo(steps.report(record))

@@ -15,6 +15,18 @@ from lipbound.records import append, parse
 from lipbound.robust import checkpoints
 
 
+def lock(path: Path) -> IO[str] | None:
+    """Lock a file as long as the result is open; nothing if another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
 class RunFolder:
     """Reads for every process of a run, writes for the first of them.
 
@@ -34,17 +46,11 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         if self.writes:
             try:
-                self.root.mkdir(parents=True, exist_ok=True)
-                self._lock = (self.root / ".lock").open("w")
+                self._lock = lock(self.root / ".lock")
             except OSError as error:
                 raise OSError(f"cannot write in {str(self.root)!r}: {error.strerror}") from None
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self._lock.close()
-                raise ValueError(
-                    f"another run works in {str(self.root)!r}; choose another"
-                ) from None
+            if self._lock is None:
+                raise ValueError(f"another run works in {str(self.root)!r}; choose another")
         return self
 
     def __exit__(

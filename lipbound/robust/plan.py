@@ -43,6 +43,7 @@ class Plan:
         radii: L2 radii at which Carlini & Wagner's perturbations count.
         searches: Of Carlini & Wagner's constant.
         search_steps: Steps for each.
+        constant: Of Carlini & Wagner, to begin with; near 1 it needs fewer searches.
         batch: Images at a time.
         seed: Of everything random.
         precision: Of the searches of PGD and Carlini & Wagner (for whom bfloat16 is too coarse:
@@ -65,6 +66,7 @@ class Plan:
     radii: tuple[float, ...] = (0.6, 0.8)
     searches: int = 9
     search_steps: int = 200
+    constant: float = 1e-3
     batch: int = 500
     seed: int = 0
     precision: str = "float32"
@@ -82,7 +84,10 @@ class Plan:
         for name in ("iterations", "restarts", "searches", "search_steps", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
-        for name, radius in (("radius", self.radius), *(("radii", r) for r in self.radii)):
+        for name, radius in (
+            ("radius", self.radius), ("constant", self.constant),
+            *(("radii", r) for r in self.radii),
+        ):  # fmt: skip
             if not 0 < radius < math.inf:
                 raise ValueError(f"{name}={radius!r} must be positive")
         if self.ball == "linf" and self.radius > 1:
@@ -184,7 +189,7 @@ def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
         with on.at(precision) as logits:
             found = carlini_wagner(
                 logits, x[some], y[some], steps=plan.search_steps, searches=plan.searches,
-                replay=on.replay,
+                constant=plan.constant,                replay=on.replay,
             )  # fmt: skip
         parts.append([getattr(found, name)[: len(x)] for name in vars(found)])
     return Found(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
