@@ -106,7 +106,7 @@ def work(
         data = data or DATA[chosen.data](folder)
         say(f"tier {name}, {label}, seed {seed}")
         where = out / name / f"{label.replace(' ', '-')}-{seed}"
-        claim = lock(where.with_suffix(".claim"))
+        claim = lock(where.with_name(f"{where.name}.claim"))
         if claim is None:
             say("another process is at it")
             continue
