@@ -27,7 +27,7 @@ from lipbound.robust.evaluate import (
     outcomes,
     paired,
 )
-from lipbound.robust.plan import ATTACKS, Plan
+from lipbound.robust.plan import ATTACKS, Plan, pushed
 from lipbound.robust.settings import settings
 from lipbound.robust.smallest import carlini_wagner
 from lipbound.robust.strongest import strongest_pgd
@@ -165,6 +165,23 @@ def test_random_search_stays_inside_and_finds_something(trained):
         )
         clean = int((model(images).argmax(1) != labels).sum())
         assert clean < int(found.broken.sum()) <= int(white.broken.sum())
+
+
+def test_what_ends_short_of_the_boundary_is_pushed_over_it():
+    logits, weight, images, gaps, labels = two_classes(40)
+    distance = gaps.abs() / weight.norm()
+    found = carlini_wagner(logits, images, labels, steps=300, searches=8)
+    short = replace(found, images=images + 0.99 * (found.images - images) * (
+        distance / found.norms).reshape(-1, 1, 1, 1))  # fmt: skip
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return logits(x)
+
+    mended = pushed(Model(), images, labels, short, 40)
+    assert not bool((logits(short.images).argmax(1) != labels).any())
+    assert bool((logits(mended.images).argmax(1) != labels).all())
+    assert bool((mended.norms <= 1.05 * distance).all())
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16"])

@@ -191,12 +191,15 @@ def test_graphs_find_what_plain_searches_find(precision):
     images = torch.rand(70, 3, 32, 32, device="cuda")
     with torch.no_grad():
         labels = network(images).argmax(1)
-    plan = Plan(("pgd", "cw"), radius=2 / 255, iterations=20, restarts=2, searches=3,
-                search_steps=30, batch=32, precision=precision)  # fmt: skip
-    graphs, plain = (
-        evaluate(network, images, labels, p, doubts=False)
-        for p in (plan, replace(plan, graphs=False))
-    )
-    assert 0 < plain["pgd"]["accuracy"] < 1
-    for entry in (lambda r: r["pgd"], lambda r: r["cw"]["0.6"]):
-        assert int((outcomes(entry(graphs)) ^ outcomes(entry(plain))).sum()) <= 3
+    plan = Plan(("pgd", "cw"), iterations=20, restarts=2, searches=3, search_steps=30, batch=32,
+                precision=precision)  # fmt: skip
+    shares = []
+    for radius in (0.01, 0.03, 0.1):
+        graphs, plain = (
+            evaluate(network, images, labels, p, doubts=False)
+            for p in (replace(plan, radius=radius), replace(plan, radius=radius, graphs=False))
+        )
+        shares.append(plain["pgd"]["accuracy"])
+        for entry in (lambda r: r["pgd"], lambda r: r["cw"]["0.6"]):
+            assert int((outcomes(entry(graphs)) ^ outcomes(entry(plain))).sum()) <= 3
+    assert min(shares) < max(shares)

@@ -135,19 +135,21 @@ def cell(
     found: dict[str, Any] = {}
     for network in networks(where):
         kind = network.path.stem
-        say(f"attacking {kind}")
+        say(f"{kind}:")
         options: dict[str, Any] = {"jacobians": tier.jacobians, "certify": True}
-        options["doubts"] = chosen.seed == 0 and kind == "final"
-        found[kind] = assess(network, None, images, tier.plan, torch.device(device), **options)
+        options["curves"] = options["doubts"] = chosen.seed == 0 and kind == "final"
+        found[kind] = assess(
+            network, None, images, tier.plan, torch.device(device), progress=say, **options
+        )
         found[kind]["also"] = {
             f"{radius:g}": assess(
                 network, None, images, replace(tier.plan, attacks=("pgd",), radius=radius),
-                torch.device(device), doubts=False,
+                torch.device(device), curves=False, doubts=False,
             )["pgd"]
             for radius in tier.also
         }  # fmt: skip
         if tier.autoattack and kind == "final":
-            say("AutoAttack")
+            say("autoattack")
             plan = replace(tier.plan, attacks=("autoattack",))
             whole = assess(network, None, few, plan, torch.device(device), doubts=False)
             found[kind]["autoattack"] = whole["autoattack"]

@@ -42,6 +42,7 @@ def assess(
     *,
     certify: bool = False,
     jacobians: int = 0,
+    curves: bool = True,
     doubts: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def assess(
         device: Where.
         certify: Whether to audit the network, for certified accuracies.
         jacobians: At how many images to measure the Jacobian's norm.
+        curves: Whether to attack at other radii too.
         doubts: Whether to look for signs of a weak attack.
         progress: Is told what is being done.
     """
@@ -77,6 +79,7 @@ def assess(
         plan,
         audit=bounds,
         jacobians=min(jacobians, len(labels)),
+        curves=curves,
         doubts=doubts,
         surrogate=None if other is None else other.model.to(device),
         progress=progress,

@@ -70,6 +70,7 @@ def evaluate(
     *,
     audit: Audit | None = None,
     jacobians: int = 0,
+    curves: bool = True,
     doubts: bool = True,
     surrogate: nn.Module | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -83,6 +84,7 @@ def evaluate(
         plan: What to try.
         audit: Of the model, for certified accuracies.
         jacobians: At how many images to measure the Jacobian's norm.
+        curves: Whether to attack at other radii too, if PGD is in the plan.
         doubts: Whether to look for signs of a weak attack.
         surrogate: Another network for the same images; its adversarial images should not break
             this one better than its own do.
@@ -107,7 +109,7 @@ def evaluate(
             progress(name)
             found[name] = ATTACKS[name](ready, images, labels)
             record[name] = _reported(name, found[name], images, labels, ~right, model, plan)
-        if "pgd" in found:
+        if "pgd" in found and curves:
             progress("radii")
             record["against_radius"] = {
                 f"{r:.6g}": accuracy(~_broken_at(ready, images, labels, ~right, r))
@@ -131,9 +133,10 @@ def evaluate(
             }
         if doubts:
             progress("doubts")
-            record["doubts"], record["evidence"] = doubt(
-                model, images, labels, ~right, plan, found, surrogate
-            )
+            with tf32(plan.precision != "float32"):
+                record["doubts"], record["evidence"] = doubt(
+                    model, images, labels, ~right, plan, found, surrogate
+                )
             for name, attack in found.items():
                 lost = record[name]["not_reproduced"]
                 if lost:
