@@ -74,11 +74,11 @@ TIERS = {
     ),
 }  # fmt: skip
 TINY = Tier(
-    "a small CNN on scikit-learn's digits, two epochs: shows only that it works",
-    {"epochs": 2, "check": 60},
+    "a small CNN on scikit-learn's digits, one epoch: shows only that it works",
+    {"epochs": 1, "check": 30},
     {"at": {"arm": "at"}, "at+lipreg 0.05": {"arm": "at+lipreg"}},
-    plan=Plan(("pgd", "cw"), radius=0.1, iterations=5, restarts=2, searches=3, search_steps=20),
-    images=60, autoattack=0, jacobians=10, preset="digits",
+    plan=Plan(("pgd", "cw"), radius=0.1, iterations=5, restarts=1, searches=2, search_steps=10),
+    images=30, autoattack=0, jacobians=10, preset="digits",
 )  # fmt: skip
 PAPER = {
     "cifar10": {

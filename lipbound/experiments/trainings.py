@@ -90,7 +90,13 @@ def work(
         minutes: After which no training goes on; no end without it.
         only: Labels, if not all.
         say: Is told what is being done.
+
+    Raises:
+        ValueError: Naming an arm the tier does not have.
     """
+    unknown = [label for label in only if label not in tier.arms]
+    if unknown:
+        raise ValueError(f"tier {name} has no {unknown[0]!r}; there are {', '.join(tier.arms)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     path = out / "cells.jsonl"
     end = time.monotonic() + 60 * minutes if minutes is not None else None
