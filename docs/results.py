@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from lipbound.experiments import table4
+from lipbound.experiments import fig3, table2, table3, table4
 from lipbound.experiments.reproduce import report, write_figure
 from lipbound.figures import speed_figure
 from lipbound.records import read
@@ -286,6 +286,21 @@ def reproduced(name: str, folder: Path) -> str:
     return report(record)
 
 
+def trainings(folder: Path) -> list[str]:
+    """Tables 2 and 3 and Figure 3, as far as there are records."""
+    parts = []
+    for name, module in (("table2", table2), ("table3", table3)):
+        cells = read(RECORDS / f"{name}.jsonl")
+        if cells:
+            record = {"experiment": name, "tiny": False, "cells": cells}
+            parts.append(module.report(record))
+            if name == "table2":
+                figure = {"experiment": "fig3", "tiny": False, **fig3.from_cells(cells)}
+                write_figure(figure, folder)
+                parts.append(fig3.report(figure))
+    return parts
+
+
 def efficiency() -> str:
     return table4.report(table4.from_bench(read(RECORDS / "speed-gpu.jsonl")))
 
@@ -295,7 +310,7 @@ def main(folder: Path = ROOT / "docs") -> None:
     page = "# Results\n\nMade by `make results` from the records in `benchmarks/records`.\n\n"
     parts = [part() for part in (soundness, trained, audits, speed, penalty, training, attacks)]
     parts += [reproduced(name, folder) for name in ("fig1", "fig2", "table1")]
-    (folder / "RESULTS.md").write_text(page + "\n".join([*parts, efficiency()]))
+    (folder / "RESULTS.md").write_text(page + "\n".join([*parts, efficiency(), *trainings(folder)]))
     print(f"wrote {folder / 'RESULTS.md'}")
 
 

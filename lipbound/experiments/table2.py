@@ -154,6 +154,12 @@ def _shown(values: list[float], scale: float = 100, digits: int = 1) -> str:
     return f"{scale * statistics.fmean(values):.{digits}f}{spread}"
 
 
+def _held(cell: dict[str, Any]) -> float | None:
+    """Accuracy under PGD on images kept aside, over the last five epochs."""
+    values = [epoch["held_out_pgd_accuracy"] for epoch in cell["epochs"][-5:]]
+    return statistics.fmean(values) if None not in values else None
+
+
 def _table(cells: list[dict[str, Any]]) -> str:
     rows = []
     for label, group in _grouped(cells).items():
@@ -164,12 +170,14 @@ def _table(cells: list[dict[str, Any]]) -> str:
             ]
             bounds = [cell[kind]["log10_lipschitz"]["upper"] for cell in group]
             norms = [cell[kind]["jacobian_norms"]["quantiles"][3] for cell in group]
+            held = [_held(cell) for cell in group] if kind == "final" else []
             columns += [_shown([b for b in bounds if b is not None], 1), _shown(norms, 1, 2)]
+            columns.append(_shown([h for h in held if h is not None]))
             rows.append(f"| {label} | {kind} | {len(group)} | " + " | ".join(columns) + " |")
     images = {e["images"] for cell in cells for e in (COLUMNS["PGD"](cell["final"]),) if e}
     few = {e["images"] for cell in cells for e in (COLUMNS["AutoAttack"](cell["final"]),) if e}
     seconds = statistics.fmean(cell["training_seconds"] for cell in cells)
-    heads = [*COLUMNS, "log10 bound", "Jacobian, median"]
+    heads = [*COLUMNS, "log10 bound", "Jacobian, median", "held out, PGD"]
     return (
         f"| arm | network | seeds | {' | '.join(heads)} |\n{'| --- ' * (len(heads) + 3)}|\n"
         + "\n".join(rows)

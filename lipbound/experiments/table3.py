@@ -35,7 +35,7 @@ TIER = Tier(
 TINY = Tier(
     "a small CNN on scikit-learn's digits, one epoch: shows only that it works",
     {"epochs": 1, "check": 30, "ema": 0.9},
-    {"at": {"arm": "at"}, "at+lipreg 0.05": {"arm": "at+lipreg"}},
+    {"at+lipreg 0.05": {"arm": "at+lipreg"}},
     plan=Plan(
         ("pgd", "cw"), radius=0.031, iterations=5, restarts=1, radii=(1, 2, 3), searches=2,
         search_steps=10,
