@@ -69,12 +69,13 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
             curve = found["against_iterations"]
             steps = [int(n) for n in curve]
             right.plot(steps, [100 * v for v in curve.values()], marker="o", ms=3, color=color)
-        left.set_xscale("log")
+        left.set_xlim(left=0)
         left.set_xlabel("Jacobian norm")
         left.set_ylabel("share of images below")
         left.set_title(f"tier {tier}", loc="left")
         left.legend(frameon=False, fontsize=7)
         right.set_xscale("symlog")
+        right.set_xticks([0, 1, 10, 100], labels=["0", "1", "10", "100"])
         right.set_xlabel("PGD iterations")
         right.set_ylabel("accuracy, %")
         for axis in (left, right):
