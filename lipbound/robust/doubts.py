@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +23,59 @@ def better(one: Tensor, other: Tensor) -> bool:
     return only - others > max(1.0, 1.645 * math.sqrt(only + others))
 
 
+@dataclass
+class Case:
+    """Some images of an evaluation, and what was noticed.
+
+    Attributes:
+        model: In eval mode.
+        x: Images.
+        y: Labels.
+        clean: Which are mistakes as they are.
+        plan: Of the evaluation.
+        found: What its attacks found for these images.
+        surrogate: Another network for the same images.
+        evidence: What the doubts rest on, by name.
+        said: The doubts.
+    """
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    clean: Tensor
+    plan: Plan
+    found: dict[str, Found]
+    surrogate: nn.Module | None
+    evidence: dict[str, Any] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    def note(self, name: str, broken: Tensor) -> Tensor:
+        """Keep the accuracy that is left as evidence."""
+        self.evidence[name] = share(broken)
+        return broken
+
+    def looked(self, attacked: Tensor) -> Tensor:
+        """Whether images are broken, on a second look."""
+        return verified(self.model, attacked, self.y, self.plan.batch) | self.clean
+
+    def last(
+        self, iterations: int, radius: float | None = None, network: nn.Module | None = None
+    ) -> Tensor:
+        """Broken by the last iterate of plain PGD."""
+        radius = self.plan.radius if radius is None else radius
+        return self.looked(
+            pgd(
+                network or self.model, self.x, self.y, radius=radius, step=self.plan.step * radius,
+                iterations=iterations, ball=self.plan.ball,
+            )
+        )  # fmt: skip
+
+
+def share(broken: Tensor) -> float:
+    """The accuracy that is left."""
+    return 1 - float(broken.float().mean())
+
+
 def doubt(
     model: nn.Module,
     images: Tensor,
@@ -30,102 +85,116 @@ def doubt(
     found: dict[str, Found],
     surrogate: nn.Module | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Signs that the attack failed rather than that the network resisted, on at most 200 images."""
+    """What casts doubt on an evaluation, and the evidence, on at most 200 images."""
     few = slice(0, 200)
-    x, y = images[few], labels[few]
-    said: list[str] = []
-    clean = mistakes[few]
+    kept = {
+        name: Found(*(getattr(attack, f)[few] for f in vars(attack)))
+        for name, attack in found.items()
+    }
+    case = Case(model, images[few], labels[few], mistakes[few], plan, kept, surrogate)
+    case.evidence["images"] = len(case.x)
+    case.note("clean", case.clean)
+    for look in LOOKS:
+        look(case)
+    return case.said, case.evidence
 
-    def share(broken: Tensor) -> float:
-        return 1 - float(broken.float().mean())
 
-    def last(iterations: int, radius: float = plan.radius, network: nn.Module = model) -> Tensor:
-        attacked = pgd(
-            network, x, y, radius=radius, step=plan.step * radius, iterations=iterations,
-            ball=plan.ball,
-        )  # fmt: skip
-        return verified(model, attacked, y, plan.batch) | clean
-
-    evidence: dict[str, Any] = {"images": len(x), "clean": share(clean)}
-    with torch.no_grad():
-        same = torch.allclose(model(x), model(x), rtol=1e-4, atol=1e-5)
-    evidence["deterministic"] = bool(same)
+@torch.no_grad()
+def _deterministic(case: Case) -> None:
+    same = torch.allclose(case.model(case.x), case.model(case.x), rtol=1e-4, atol=1e-5)
+    case.evidence["deterministic"] = bool(same)
     if not same:
-        said.append("the model answers the same images differently: average over its randomness")
+        case.said.append(
+            "the model answers the same images differently: average over its randomness"
+        )
 
-    short, long = last(10), last(50)
-    evidence["pgd_10"], evidence["pgd_50"] = share(short), share(long)
+
+def _more_iterations(case: Case) -> None:
+    short, long = case.note("pgd_10", case.last(10)), case.note("pgd_50", case.last(50))
     if better(short, long):
-        said.append(
+        case.said.append(
             f"more iterations help the defence: {share(short):.3f} after 10, "
             f"{share(long):.3f} after 50"
         )
 
-    white = long
+
+def _rivals(case: Case) -> None:
+    """Other attacks should not do better than the ones that were run."""
+    plan, x, y = case.plan, case.x, case.y
+    white = case.last(50)
     for name in ("pgd", "autoattack"):
-        if name in found:
-            kept = Found(*(getattr(found[name], f)[few] for f in vars(found[name])))
-            white = white | valid(kept, x, y, clean, model, plan.ball, plan.radius, plan.batch)
-    evidence["white_box"] = share(white)
-    longer = last(250)
-    evidence["pgd_250"] = share(longer)
+        if name in case.found:
+            white = white | valid(
+                case.found[name], x, y, case.clean, case.model, plan.ball, plan.radius, plan.batch
+            )
+    case.note("white_box", white)
+    longer = case.note("pgd_250", case.last(250))
     if better(longer, white):
-        said.append(f"the attack had not converged: {share(longer):.3f} after 250 iterations")
-
-    limit = 1.0 if plan.ball == "linf" else math.sqrt(x[0].numel())
-    curve = {f"{r:.4f}": share(last(20, r)) for r in (plan.radius, limit / 4, limit / 2, limit)}
-    evidence["against_radius"] = curve
-    if min(curve.values()) > max(0.1 * evidence["clean"], 1.5 / len(x)):
-        said.append(f"accuracy stays at {min(curve.values()):.3f} however large the perturbation")
-
-    attacked = x.detach().requires_grad_()
-    with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(cross_entropy(model(attacked), y).sum(), attacked)
-    sizes = gradient.flatten(1).abs().amax(1)
-    evidence["images_without_gradient"] = zero = float((sizes < 1e-10).float().mean())
-    if zero > 0.05:
-        said.append(f"{100 * zero:.0f} % of the images have no gradient at all: it is masked")
-    if not bool(gradient.isfinite().all()):
-        said.append("gradients are not all numbers: the attack cannot follow them")
-
-    evidence["promise_kept"] = kept_promise = _promise(model, x, y, plan)
-    if kept_promise < 0.4:
-        said.append(
-            f"over a tenth of the radius the margin changes by {100 * kept_promise:.0f} % of what "
-            f"its gradient promises: the gradient is of something finer"
-        )
-
-    budget = {"radius": plan.radius, "ball": plan.ball, "seed": plan.seed}
-    blind = random_search(model, x, y, **budget)  # type: ignore[arg-type]
+        case.said.append(f"the attack had not converged: {share(longer):.3f} after 250 iterations")
+    blind = random_search(
+        case.model, x, y, radius=plan.radius, ball=plan.ball, seed=plan.seed
+    ).images
     margins = strongest_pgd(
-        model, x, y, step=plan.step * plan.radius, iterations=50, loss="margin", **budget,  # type: ignore[arg-type]
-    )  # fmt: skip
+        case.model, x, y, radius=plan.radius, step=plan.step * plan.radius, iterations=50,
+        ball=plan.ball, loss="margin", seed=plan.seed,
+    ).images  # fmt: skip
     rivals = {
-        name: (text, verified(model, attempt.images, y, plan.batch) | clean)
-        for name, text, attempt in (
-            ("random_search", "an attack without gradients does better", blind),
-            ("margin", "the margin's gradient does better", margins),
-        )
+        "random_search": ("an attack without gradients does better", case.looked(blind)),
+        "margin": ("the margin's gradient does better", case.looked(margins)),
     }
-    if surrogate is not None:
-        moved = last(50, network=surrogate)
+    if case.surrogate is not None:
+        moved = case.last(50, network=case.surrogate)
         rivals["transfer"] = ("images made for another network do better", moved)
     for name, (text, broken) in rivals.items():
-        evidence[name] = share(broken)
-        if better(broken, white):
-            said.append(f"{text} ({share(broken):.3f}) than the attack itself ({share(white):.3f})")
-    return said, evidence
+        if better(case.note(name, broken), white):
+            case.said.append(
+                f"{text} ({share(broken):.3f}) than the attack itself ({share(white):.3f})"
+            )
+
+
+def _large_radii(case: Case) -> None:
+    limit = 1.0 if case.plan.ball == "linf" else math.sqrt(case.x[0].numel())
+    radii = (case.plan.radius, limit / 4, limit / 2, limit)
+    curve = {f"{r:.4f}": share(case.last(20, r)) for r in radii}
+    case.evidence["against_radius"] = curve
+    least = min(curve.values())
+    if least > max(0.1 * case.evidence["clean"], 1.5 / len(case.x)):
+        case.said.append(f"accuracy stays at {least:.3f} however large the perturbation")
+
+
+def _gradients(case: Case) -> None:
+    attacked = case.x.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = cross_entropy(case.model(attacked), case.y).sum()
+        (gradient,) = torch.autograd.grad(loss, attacked)
+    sizes = gradient.flatten(1).abs().amax(1)
+    case.evidence["images_without_gradient"] = zero = float((sizes < 1e-10).float().mean())
+    if zero > 0.05:
+        case.said.append(f"{100 * zero:.0f} % of the images have no gradient at all: it is masked")
+    if not bool(gradient.isfinite().all()):
+        case.said.append("gradients are not all numbers: the attack cannot follow them")
 
 
 @torch.no_grad()
-def _promise(model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> float:
+def _promise(case: Case) -> None:
     """The margin's change along its gradient, as part of what the gradient says; the median.
 
     Of images that have a gradient; 1 if none has.
     """
-    _, before, gradient = ascent(model, images, labels, margin)
-    change = plan.radius / 10 * BALLS[plan.ball].ascend(gradient)
+    _, before, gradient = ascent(case.model, case.x, case.y, margin)
+    change = case.plan.radius / 10 * BALLS[case.plan.ball].ascend(gradient)
     promised = (gradient * change).flatten(1).sum(1)
-    kept = (margin(model(images + change), labels) - before) / promised
-    kept = kept[(promised > 0) & promised.isfinite()].nan_to_num(0.0, 0.0, 0.0)
-    return float(kept.median()) if len(kept) else 1.0
+    ratio = (margin(case.model(case.x + change), case.y) - before) / promised
+    ratio = ratio[(promised > 0) & promised.isfinite()].nan_to_num(0.0, 0.0, 0.0)
+    case.evidence["promise_kept"] = kept = float(ratio.median()) if len(ratio) else 1.0
+    if kept < 0.4:
+        case.said.append(
+            f"over a tenth of the radius the margin changes by {100 * kept:.0f} % of what "
+            f"its gradient promises: the gradient is of something finer"
+        )
+
+
+LOOKS: tuple[Callable[[Case], None], ...] = (
+    _deterministic, _more_iterations, _large_radii, _gradients, _promise, _rivals,
+)  # fmt: skip
+"""What is looked at, one after the other."""
