@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.geometry import convolution
+from lipbound.geometry import named
 from lipbound.rows import Lags, lags
 
 Exclude = str | type | Callable[[str, nn.Module], bool]
@@ -128,8 +128,10 @@ def factors(
 def _row_factor(
     name: str, layer: nn.Module, method: str, samples: int | None, norm: _BatchNorm | None
 ) -> Factor:
-    conv = convolution(layer)
+    conv = named(name, layer)
     sizes = tuple(conv.kernel.shape[2:])
+    if method in ("lipbound", "polygrid"):
+        _check_range(name, conv.kernel)
     if method == "polygrid":
         kind = lags(sizes, (1,) * conv.dims, samples or 10)
         return Factor(name, layer, kind, conv.groups, norm, certified=False)
@@ -137,6 +139,20 @@ def _row_factor(
     kind = lags(sizes, stride, samples)
     scale = kind.widening() * conv.padding_gain()
     return Factor(name, layer, kind, conv.groups, norm, scale)
+
+
+def _check_range(name: str, kernel: Tensor) -> None:
+    """Refuse weights whose energies overflow the precision they are summed in."""
+    kind = torch.promote_types(kernel.dtype, torch.float32)
+    largest = float(kernel.detach().abs().max())
+    # At most taps·‖K‖_F² a row, and a hundred times that in what follows.
+    most = 100.0 * kernel.numel() * kernel[0, 0].numel()
+    if largest > math.sqrt(torch.finfo(kind).max / most):
+        fix = "use model.double(), or " if kind != torch.float64 else ""
+        raise ValueError(
+            f"{name}: its weights reach {largest:.3g}, and their squares are beyond {kind}; "
+            f"{fix}scale them down"
+        )
 
 
 def _chosen(model: nn.Module, exclude: Exclude | Iterable[Exclude]) -> dict[str, nn.Module]:

@@ -15,7 +15,7 @@ from lipbound.bounds.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.finite import attained, embedding, grid_maximum
 from lipbound.bounds.rounding import UNIT, Scaled
 from lipbound.bounds.search import Search
-from lipbound.geometry import Convolution, Layer, convolution
+from lipbound.geometry import Convolution, Layer, convolution, named
 from lipbound.progress import Progress, silent
 from lipbound.symbol import evaluate
 
@@ -181,7 +181,7 @@ def brackets(
     groups: dict[tuple[object, ...], list[str]] = {}
     problems: dict[str, _Problem] = {}
     for name, layer in layers.items():
-        problems[name] = _problem(convolution(layer), device)
+        problems[name] = _problem(named(name, layer), device)
         taps = problems[name].taps
         groups.setdefault((tuple(taps.shape[1:]), taps.device), []).append(name)
     found: dict[str, Bracket] = {}
