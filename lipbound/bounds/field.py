@@ -20,6 +20,7 @@ from lipbound.bounds.rounding import (
     proved_eigenvalue,
     symbol_error,
 )
+from lipbound.memory import piece
 from lipbound.symbol import positions
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
@@ -50,7 +51,7 @@ class Field:
         self.positions = positions(self.sizes).to(taps.device, torch.float64)  # (T, D)
         count = math.prod(self.sizes)
         self.lags = _half_lags(self.sizes).to(taps.device, torch.float64)  # (L, D), 0 first
-        self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= LAG_BYTES
+        self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= piece(LAG_BYTES)
         if self.keeps_lags:
             self._make_lags()
         sums = self.taps.abs().sum(-1)
@@ -104,7 +105,7 @@ class Field:
         entries = len(self.lags) * self.rows**2
         gathered = entries if self.keeps_lags and entries <= GATHER else 0
         each = 16 * self.rows * width + 16 * (len(self.lags) + gathered)
-        return max(1, min(MOST, room // each))
+        return max(1, min(piece(MOST), piece(room) // each))
 
     def gram(self, block: Tensor, frequencies: Tensor) -> Tensor:
         """FF* for block ``block[p]`` at ``frequencies[p]``: ``(P, n, n)`` complex128."""
