@@ -59,11 +59,15 @@ def bench(
 ) -> None:
     """Whole networks: LipBound and its gradient beside what one would run instead."""
     from lipbound.experiments.speed import METHODS, NAMES, speed
+    from lipbound.files import check_writable
     from lipbound.records import append, read
     from lipbound.report import speed_table
 
+    _check_plot(plot)
+    check_writable(out, plot)
     names, methods = network or list(NAMES), method or list(METHODS)
-    done = [r for r in read(out) if r["network"] in names] if out else []
+    records = read(out) if out else []
+    done = [r for r in records if r.get("network") in names and "milliseconds" in r]
     left = [name for name in names if name not in {r["network"] for r in done}]
     records = []
     measured = speed(left, device, methods)
@@ -118,10 +122,12 @@ def audit(
     groups: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
 ) -> None:
     """Every layer's gain and the whole network's, certified."""
+    from lipbound.files import check_writable
     from lipbound.network import audit as run_audit
     from lipbound.network import audit_weights
     from lipbound.report import audit_json, audit_table
 
+    check_writable(html)
     network, shape, name = _network(source, model)
     if input_shape is not None:
         shape = _shape(input_shape)
@@ -279,7 +285,7 @@ def attack(
 
     import torch
 
-    from lipbound.records import append
+    from lipbound.files import append, check_writable
     from lipbound.report import attack_table
     from lipbound.robust.assess import assess, networks
     from lipbound.robust.plan import Plan
@@ -287,8 +293,8 @@ def attack(
 
     if count < 0 or jacobians < 0:
         raise ValueError(f"--count {count} and --jacobians {jacobians} must not be negative")
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise ValueError(f"--plot {str(plot)!r} must end in .svg or .png")
+    _check_plot(plot)
+    check_writable(out, plot)
     paths = networks(checkpoint)
     trained = paths[0].settings
     name = data or trained.data
@@ -351,6 +357,7 @@ def reproduce(
     """Compute a figure or table of the paper anew: record, figure, report."""
     from lipbound.experiments import reproduce as steps
     from lipbound.experiments.request import Request
+    from lipbound.files import check_writable
 
     names = list(steps.EXPERIMENTS) if name == "all" else [name]
     for each in names:
@@ -360,11 +367,17 @@ def reproduce(
         tiny, tuple(weights or ()), out, folder, tier, tuple(only or ()), minutes, device,
         lambda text: typer.echo(text, err=True),
     )  # fmt: skip
+    check_writable(*(out / f"{each}.json" for each in names))
     for each in names:
         record = steps.run(each, request)
         steps.save(record, out)
         steps.write_figure(record, out)
         typer.echo(steps.report(record))
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise ValueError(f"--plot {str(plot)!r} must end in .svg or .png")
 
 
 def _data(name: str, folder: Path | None) -> Any:
@@ -378,6 +391,7 @@ def _data(name: str, folder: Path | None) -> Any:
 
 
 def _write_page(found: Any, name: str, path: Path) -> None:
+    from lipbound.files import write
     from lipbound.page import page
 
     try:
@@ -387,8 +401,7 @@ def _write_page(found: Any, name: str, path: Path) -> None:
         raise ValueError(
             f"the page needs an extra ({error}): pip install 'lipbound[report]'"
         ) from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(found, name, _bar), encoding="utf-8")
+    write(path, page(found, name, _bar).encode())
     typer.echo(f"wrote {path}", err=True)
 
 

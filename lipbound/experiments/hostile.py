@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from lipbound import BOUNDS, Penalty, audit, bound, bracket, constrain, lipschitz
+from lipbound.files import write
 from lipbound.network import audit_weights
 from lipbound.records import provenance
-from lipbound.robust import checkpoints
 from lipbound.toeplitz import operator_matrix
 
 SIZE = (6, 6)
@@ -194,7 +194,7 @@ def large(name: str, method: str) -> dict[str, Any]:
     """One large layer, in this process: the value, its floor, seconds and peak memory."""
     shape, groups, _ = LARGE[name]
     kernel = _normal(*shape).float() / math.sqrt(math.prod(shape[1:]))
-    layer = nn.Conv2d(groups * shape[1], shape[0], shape[2:], groups=groups, bias=False)
+    layer = nn.Conv2d(groups * shape[1], shape[0], shape[2], groups=groups, bias=False)
     layer.weight = nn.Parameter(kernel, requires_grad=False)
     start = time.perf_counter()
     if method == "Penalty":
@@ -262,7 +262,7 @@ def main() -> None:
     ] + [f"{r['layer']}, {r['method']}" for r in record.get("large", []) if not r["sound"]]
     print("\n".join(wrong) or "all sound or refused")
     if chosen.out:
-        checkpoints.write(chosen.out, (json.dumps(record, indent=1) + "\n").encode())
+        write(chosen.out, (json.dumps(record, indent=1) + "\n").encode())
     if wrong:
         raise SystemExit(1)
 

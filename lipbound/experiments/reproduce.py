@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from lipbound.experiments import fig1, fig2, fig3, table1, table2, table3, table4
 from lipbound.experiments.request import Request
+from lipbound.files import write
 from lipbound.records import provenance
 
 
@@ -75,7 +76,6 @@ def report(record: dict[str, Any]) -> str:
 
 def save(record: dict[str, Any], folder: Path) -> Path:
     """Write the record as JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['experiment']}.json"
-    path.write_text(json.dumps(record) + "\n")
+    write(path, (json.dumps(record) + "\n").encode())
     return path

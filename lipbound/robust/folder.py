@@ -11,7 +11,8 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from lipbound.records import append, parse
+from lipbound.files import read_json, write
+from lipbound.records import append, read
 from lipbound.robust import checkpoints
 
 
@@ -79,7 +80,7 @@ class RunFolder:
                 f"{str(self.root)!r} holds a run already; --resume to go on, or another --out"
             )
         if self.writes and path.exists():
-            stored = json.loads(path.read_text())
+            stored = read_json(path)
             for name in {**stored, **settings}:
                 mine, theirs = settings.get(name), stored.get(name)
                 if mine != theirs:
@@ -88,7 +89,7 @@ class RunFolder:
                         f"not {mine!r}; give the same settings, or another --out"
                     )
         elif self.writes:
-            checkpoints.write(path, json.dumps(settings, indent=1).encode())
+            write(path, json.dumps(settings, indent=1).encode())
         if self.writes:
             for rest in self.root.glob(".*.part"):  # of runs that were killed
                 rest.unlink(missing_ok=True)
@@ -97,10 +98,8 @@ class RunFolder:
     def cut_records(self, step: int) -> None:
         """Drop records of steps that will be done again, and a line that a kill cut off."""
         if self.writes and self.records.exists():
-            lines = self.records.read_text().splitlines(keepends=True)
-            whole = parse(self.records, [line for line in lines if line.endswith("\n")])
-            kept = "".join(json.dumps(r) + "\n" for r in whole if r["step"] <= step)
-            checkpoints.write(self.records, kept.encode())
+            kept = [r for r in read(self.records) if r.get("step", 0) <= step]
+            write(self.records, "".join(json.dumps(r) + "\n" for r in kept).encode())
 
     def record(self, record: dict[str, Any]) -> None:
         if self.writes:
@@ -120,8 +119,8 @@ class RunFolder:
     def finished(self) -> dict[str, Any] | None:
         """The summary, if the run is over."""
         path = self.root / "summary.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     def finish(self, summary: dict[str, Any]) -> None:
         if self.writes:
-            checkpoints.write(self.root / "summary.json", json.dumps(summary, indent=1).encode())
+            write(self.root / "summary.json", json.dumps(summary, indent=1).encode())
