@@ -40,5 +40,7 @@ def main() -> None:
 
 
 def _stop(message: str, code: int) -> None:
-    print(f"lipbound: {' '.join(message.split())}", file=sys.stderr)
+    from lipbound.text import printable
+
+    print(f"lipbound: {printable(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(code) from None

@@ -547,10 +547,17 @@ def load_trained(path: Path) -> Trained:
     weights, about = checkpoints.load(path)
     if "classes" not in about:
         raise ValueError(f"{str(path)!r} is a checkpoint; the run's best and final are networks")
-    shape = tuple(about["input_shape"])
-    chosen = from_dict(about["settings"])
-    model = _build(chosen, about["classes"], shape[0], about["mean"], about["std"])
-    model.load_state_dict(weights)
+    try:
+        shape = tuple(int(n) for n in about["input_shape"])
+        chosen = from_dict(about["settings"])
+        rest = int(about["classes"]), shape[0], about["mean"], about["std"]
+        with torch.device("meta"):  # first the sizes: no memory for what does not fit
+            _build(chosen, *rest).load_state_dict(weights, assign=True)
+        model = _build(chosen, *rest)
+        model.load_state_dict(weights)
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise ValueError(f"{str(path)!r} describes no network of ours: {first}") from None
     return Trained(path, chosen, model.eval(), shape)
 
 
