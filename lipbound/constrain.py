@@ -122,7 +122,7 @@ class Constrained(nn.Module):
             conv = replace(self.conv, kernel=scaled(weight, scale))
             spectral = self.method == "spectral"
             upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
-            if upper <= self.norm * (1 + 1e-7):
+            if upper <= self.norm:
                 break
             # Rounding must not stop it: weights may be subnormal, and so may the scale.
             below = torch.nextafter(scale, torch.zeros_like(scale))

@@ -130,8 +130,6 @@ def _row_factor(
 ) -> Factor:
     conv = named(name, layer)
     sizes = tuple(conv.kernel.shape[2:])
-    if method in ("lipbound", "polygrid"):
-        _check_range(name, conv.kernel)
     if method == "polygrid":
         kind = lags(sizes, (1,) * conv.dims, samples or 10)
         return Factor(name, layer, kind, conv.groups, norm, certified=False)
@@ -139,20 +137,6 @@ def _row_factor(
     kind = lags(sizes, stride, samples)
     scale = kind.widening() * conv.padding_gain()
     return Factor(name, layer, kind, conv.groups, norm, scale)
-
-
-def _check_range(name: str, kernel: Tensor) -> None:
-    """Refuse weights whose energies overflow the precision they are summed in."""
-    kind = torch.promote_types(kernel.dtype, torch.float32)
-    largest = float(kernel.detach().abs().max())
-    # At most taps·‖K‖_F² a row, and a hundred times that in what follows.
-    most = 100.0 * kernel.numel() * kernel[0, 0].numel()
-    if largest > math.sqrt(torch.finfo(kind).max / most):
-        fix = "use model.double(), or " if kind != torch.float64 else ""
-        raise ValueError(
-            f"{name}: its weights reach {largest:.3g}, and their squares are beyond {kind}; "
-            f"{fix}scale them down"
-        )
 
 
 def _chosen(model: nn.Module, exclude: Exclude | Iterable[Exclude]) -> dict[str, nn.Module]:

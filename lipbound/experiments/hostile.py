@@ -161,7 +161,7 @@ def limited(kernel: Tensor, norm: float = 1.0) -> str:
     if not bool(layer.train().weight.isfinite().all()):
         return "wrong: weights that are no numbers in training"
     value, unit = truth(layer.eval().weight)
-    good = value * unit <= norm * (1 + 2e-7)
+    good = value * unit <= norm * (1 + ROUNDING)
     return "sound" if good else f"wrong: {value * unit!r} is above {norm!r}"
 
 
