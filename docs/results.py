@@ -228,7 +228,8 @@ def training() -> str:
         ]
         for r in steps
     ]
-    killed = json.loads((RECORDS / "kills.json").read_text())
+    kills = json.loads((RECORDS / "kills.json").read_text())
+    killed = kills["kinds"]["train"]
     return f"""## Training
 
 `python benchmarks/training_step.py`: one step of the trainer (PGD-{steps[0]["pgd_iterations"]}, bfloat16, `torch.compile`,
@@ -240,7 +241,7 @@ training (`at`), medians over rounds in which the arms take turns.
 `at+pm` is the paper's power method with ten iterations; `at+spectral` follows σ1 of every layer.
 
 `python -m lipbound.experiments.kills`: a run killed (SIGKILL) {killed["kills"]} times at random moments and resumed;
-against one left alone {len(killed["different"])} tensors of its weights and state differ. ({killed["device"]}, torch {killed["torch"]}.)
+against one left alone {len(killed["wrong"])} tensors of its weights and state differ. ({kills["device"]}, torch {kills["torch"]}.)
 """
 
 

@@ -255,3 +255,15 @@ def test_a_folder_name_does_not_leave_the_folder(tmp_path):
         folder.save(1, {"../../evil": torch.ones(1)}, {"checkpoint": "../../evil"})
     names = {p.name for p in tmp_path.rglob("*") if p.is_file()}
     assert names == {".lock", "records.jsonl", "best.safetensors", "step-00000001.safetensors"}
+
+
+def test_every_promise_on_the_page_has_its_test():
+    import importlib.util
+
+    root = Path(__file__).resolve().parents[1]
+    spec = importlib.util.spec_from_file_location("chapters", root / "docs" / "trust_chapters.py")
+    chapters = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(chapters)
+    assert all(callable(globals().get(name)) for name in chapters.PROMISES.values())
+    for chapter in chapters.CHAPTERS:
+        assert chapter().startswith("## ")

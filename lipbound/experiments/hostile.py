@@ -185,6 +185,7 @@ LARGE: dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]] = {
     "4096 channels, depthwise 3x3": ((4096, 1, 3, 3), 4096, (*BOUNDS, "Penalty", "constrain")),
     "4096 to 8 channels, 3x3": ((8, 4096, 3, 3), 1, (*BOUNDS, "Penalty", "constrain")),
     "4096x4096, 1x1": ((4096, 4096, 1, 1), 1, ("spectral", "lipbound", "Penalty")),
+    "4096x4096, 3x3": ((4096, 4096, 3, 3), 1, ("lipbound", "Penalty")),  # 600 MB of weights
 }
 """Name → shape, groups, what to run."""
 
