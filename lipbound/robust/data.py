@@ -382,10 +382,11 @@ class Streamed:
         with Image.open(self.paths[index], formats=FORMATS) as opened:
             image = decoded(opened, self.paths[index])
         size = self.size
-        box, mirrored = _middle(*image.size), False
+        width, height = image.size
+        box, mirrored = _middle(width, height), False
         if self._seed is not None:
             draw = np.random.default_rng((self._seed, index))
-            box, mirrored = _random_box(*image.size, draw), bool(draw.random() < 0.5)
+            box, mirrored = _random_box(width, height, draw), bool(draw.random() < 0.5)
         cut = image.resize((size, size), Image.Resampling.BILINEAR, box)
         array = np.asarray(cut, np.uint8)
         array = array[:, ::-1] if mirrored else array
