@@ -42,7 +42,7 @@ def hostility() -> str:
     return f"""## Numerical hostility
 
 `python -m lipbound.experiments.hostile --large`: {len(outcomes)} kernels ({", ".join(outcomes)})
-at {len(entries)} entries ({", ".join(entries)}). Each answers with a number at least σ1 of the layer's own
+at {len(entries)} entries ({"; ".join(entries)}). Each answers with a number at least σ1 of the layer's own
 matrix (a dense float64 SVD of the kernel divided by a power of two; lower ends at most, constrained layers
 at most their limit), or refuses with one line.
 
@@ -57,7 +57,7 @@ audited, and what was left out is said. Views, channels_last, `requires_grad`, `
 inference tensors change no answer (`tests/test_hostile.py`).
 
 What is large ends, with memory that does not grow with the work (one thread, {found["device"]}, torch {found["torch"]};
-about 350 MiB of it are the interpreter and torch):
+in the least of these the {min(r["peak_mb"] for r in found["large"])} MiB are the interpreter and torch):
 
 {table(["layer", "entry", "time", "peak memory"], large)}
 
