@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint picture results clean
+.PHONY: run test lint picture results lock audit-deps outside clean
 
 run: $(STAMP)
 	$(BIN)/lipbound audit demo --html audit.html
@@ -24,10 +24,19 @@ picture: $(STAMP)
 results: $(STAMP)
 	$(BIN)/python docs/results.py
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c requirements.lock -e ".[dev]"
 	touch $@
+
+lock:
+	$(PYTHON) tools/lock.py requirements.lock
+
+audit-deps: $(STAMP)
+	$(BIN)/python tools/audit_deps.py requirements.lock
+
+outside:
+	$(PYTHON) tools/outside.py --out benchmarks/records/outside.json
 
 clean:
 	rm -rf $(VENV)

@@ -1,10 +1,9 @@
-"""PGD with restarts beside the libraries' attacks at the same budget, in one run.
+"""PGD with restarts beside the libraries' attacks at the same budget and precision, in one run.
 
-    python benchmarks/attack_speed.py --model wrn-28-4 --images 1000 --out FILE
+    python benchmarks/attack_speed.py RUN/final.safetensors --folder DATA --out FILE
 
-A network with random weights (its accuracy under attack says nothing; its time does): labels are
-its own predictions, and the radius is one at which some images stand and some fall. Every contender
-has the same number of gradients per image, float32.
+The network of a training run and the first images of its test set. Every contender has the same
+number of gradients per image and the same arithmetic.
 """
 
 from __future__ import annotations
@@ -13,94 +12,134 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+import lipbound.experiments.packed  # noqa: F401  adds its data sets
 from lipbound.records import append, provenance
-from lipbound.robust.attacks import autoattack, strongest_pgd
-from lipbound.robust.models import MODELS
+from lipbound.robust.attacks import autoattack
+from lipbound.robust.data import DATA
+from lipbound.robust.plan import Plan, engine, strongest
+from lipbound.robust.train import load_trained
+from lipbound.robust.verify import tf32, verified
+
+
+class Rough(nn.Module):
+    """A network in bfloat16."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.inner(x).float()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="wrn-28-4")
-    parser.add_argument("--weights", type=Path, help="of `lipbound train`, instead of random ones")
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("--folder", type=Path, help="where the data lies")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--restarts", type=int, default=10)
-    parser.add_argument("--radius", type=float, default=8 / 255)
     parser.add_argument("--batch", type=int, default=500)
+    parser.add_argument("--precision", default="tf32", choices=("float32", "tf32", "bfloat16"))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--only", nargs="*", help="lipbound, foolbox, pyautoattack")
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
     chosen = parser.parse_args()
-    torch.manual_seed(0)
-    if chosen.weights:
-        from lipbound.robust.train import load_model
+    trained = load_trained(chosen.weights)
+    radius = trained.settings.radius
+    test = DATA[trained.settings.data](chosen.folder).test
+    pixels, labels = test.load(torch.arange(chosen.images))
+    images = (pixels.float() / 255).to(chosen.device)
+    labels = labels.to(chosen.device)
+    model = trained.model.to(chosen.device, memory_format=torch.channels_last)
+    theirs = Rough(model).eval() if chosen.precision == "bfloat16" else model
+    plan = Plan(
+        radius=radius, iterations=chosen.iterations, restarts=chosen.restarts, batch=chosen.batch,
+        loss="cross-entropy", precision=chosen.precision, compile=not chosen.no_compile,
+    )  # fmt: skip
 
-        model: nn.Module = load_model(chosen.weights)[0]
-    else:
-        model = MODELS[chosen.model]()
-    model = model.to(chosen.device).eval()
-    images = torch.rand(chosen.images, 3, 32, 32, device=chosen.device)
-    with torch.no_grad():
-        labels = torch.cat([model(x).argmax(1) for x in images.split(chosen.batch)])
-    step = chosen.radius / 5
+    with engine(model, images, plan) as ready:
 
-    def ours(x: Tensor, y: Tensor) -> Tensor:
-        return strongest_pgd(
-            model, x, y, radius=chosen.radius, step=step, iterations=chosen.iterations,
-            restarts=chosen.restarts,
-        ).broken  # fmt: skip
+        def ours(x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+            on = replace(ready, plan=replace(plan, restarts=max(1, int(share * plan.restarts))))
+            return strongest(on, x, y, radius).images
 
-    def foolbox(x: Tensor, y: Tensor) -> Tensor:
-        import foolbox as library
+        def foolbox(x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+            import foolbox as library
 
-        wrapped = library.PyTorchModel(model, bounds=(0, 1))
-        attack = library.attacks.LinfPGD(steps=chosen.iterations, rel_stepsize=0.2)
-        broken = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        for _ in range(chosen.restarts):
-            broken |= attack(wrapped, x, y, epsilons=chosen.radius)[2]
-        return broken
+            wrapped = library.PyTorchModel(theirs, bounds=(0, 1))
+            attack = library.attacks.LinfPGD(
+                steps=max(1, int(share * chosen.iterations)), rel_stepsize=0.2
+            )
+            found = x.clone()
+            for _ in range(max(1, int(share * chosen.restarts))):
+                attempt, _, broken = attack(wrapped, x, y, epsilons=radius)
+                found = torch.where(broken.reshape(-1, 1, 1, 1), attempt, found)
+            return found
 
-    def apgd(x: Tensor, y: Tensor) -> Tensor:  # 100 gradients a run
-        broken = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        for seed in range(chosen.iterations * chosen.restarts // 100):
-            found = autoattack(model, x, y, radius=chosen.radius, attacks=["apgd-ce"], seed=seed)
-            broken |= found.broken
-        return broken
+        def apgd(x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+            """Of 100 gradients each; images that are broken do not come back."""
+            found, left = x.clone(), torch.arange(len(x), device=x.device)
+            for seed in range(max(1, int(share * chosen.iterations * chosen.restarts / 100))):
+                new = autoattack(
+                    theirs, x[left], y[left], radius=radius, attacks=["apgd-ce"], seed=seed,
+                    batch=len(x),
+                )  # fmt: skip
+                found[left[new.broken]] = new.images[new.broken]
+                left = left[~new.broken]
+            return found
 
-    contenders: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"lipbound": ours}
-    for name, attack in (("foolbox", foolbox), ("pyautoattack", apgd)):
-        try:
-            __import__(name)
-            contenders[name] = attack
-        except ImportError:
-            print(f"{name} is not installed here")
-    wait = torch.cuda.synchronize if chosen.device == "cuda" else lambda: None
-    seconds, broken = {}, {}
-    for name, attack in contenders.items():
-        attack(images[:8], labels[:8])  # libraries warm up
-        wait()
-        start = time.perf_counter()
-        parts = zip(images.split(chosen.batch), labels.split(chosen.batch), strict=True)
-        broken[name] = float(torch.cat([attack(x, y) for x, y in parts]).float().mean())
-        wait()
-        seconds[name] = time.perf_counter() - start
-        print(f"{name:14} {seconds[name]:8.2f} s  broken {broken[name]:.3f}", flush=True)
+        contenders: dict[str, Callable[..., Tensor]] = {}
+        for name, attack in (("lipbound", ours), ("foolbox", foolbox), ("pyautoattack", apgd)):
+            try:
+                __import__(name)
+            except ImportError:
+                print(f"{name} is not installed here")
+                continue
+            if not chosen.only or name in chosen.only:
+                contenders[name] = attack
+        wait = torch.cuda.synchronize if chosen.device == "cuda" else lambda: None
+        seconds, standing = {}, {}
+        for name, attack in contenders.items():
+            with tf32(chosen.precision == "tf32"):
+                torch.backends.cudnn.benchmark = name == "lipbound"
+                attack(images[: chosen.batch], labels[: chosen.batch], 0.01)  # all warm up
+                wait()
+                start = time.perf_counter()
+                if name == "lipbound":
+                    found = attack(images, labels)
+                else:
+                    parts = zip(images.split(chosen.batch), labels.split(chosen.batch), strict=True)
+                    found = torch.cat([attack(x, y) for x, y in parts])
+                wait()
+            seconds[name] = time.perf_counter() - start
+            wrong = verified(model, found, labels, chosen.batch)
+            standing[name] = 1 - float(wrong.float().mean())
+            print(f"{name:14} {seconds[name]:8.2f} s  accuracy {standing[name]:.3f}", flush=True)
     record = {
         "benchmark": "attack_speed",
-        "network": chosen.model,
+        "network": trained.settings.model,
         "images": chosen.images,
         "iterations": chosen.iterations,
         "restarts": chosen.restarts,
-        "radius": chosen.radius,
+        "radius": radius,
+        "precision": chosen.precision,
+        "compiled": not chosen.no_compile,
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "images_per_second": round(chosen.images / seconds["lipbound"], 2),
-        "broken": broken,
+        "images_per_second": {
+            name: round(chosen.images / value, 2) for name, value in seconds.items()
+        },
+        "accuracy": standing,
         **provenance(chosen.device),
     }
     print(json.dumps(record, indent=1))

@@ -25,13 +25,22 @@ def main() -> None:
     except BrokenPipeError:  # piped into `head`
         sys.stderr.close()
         code = 0
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, MemoryError) as error:
         _stop(str(error), 2)
+    except RuntimeError as error:
+        from lipbound.memory import ran_out
+
+        if not ran_out(error):
+            raise
+        first = str(error).strip().splitlines()[0]
+        _stop(f"{first} Use a smaller batch (--set batch=N, --batch N) or --device cpu", 2)
     if code == 130:
         _stop("interrupted", code)
     raise SystemExit(code)
 
 
 def _stop(message: str, code: int) -> None:
-    print(f"lipbound: {' '.join(message.split())}", file=sys.stderr)
+    from lipbound.text import printable
+
+    print(f"lipbound: {printable(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(code) from None

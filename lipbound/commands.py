@@ -59,11 +59,15 @@ def bench(
 ) -> None:
     """Whole networks: LipBound and its gradient beside what one would run instead."""
     from lipbound.experiments.speed import METHODS, NAMES, speed
+    from lipbound.files import check_writable
     from lipbound.records import append, read
     from lipbound.report import speed_table
 
+    _check_plot(plot)
+    check_writable(out, plot)
     names, methods = network or list(NAMES), method or list(METHODS)
-    done = [r for r in read(out) if r["network"] in names] if out else []
+    records = read(out) if out else []
+    done = [r for r in records if r.get("network") in names and "milliseconds" in r]
     left = [name for name in names if name not in {r["network"] for r in done}]
     records = []
     measured = speed(left, device, methods)
@@ -118,10 +122,12 @@ def audit(
     groups: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
 ) -> None:
     """Every layer's gain and the whole network's, certified."""
+    from lipbound.files import check_writable
     from lipbound.network import audit as run_audit
     from lipbound.network import audit_weights
     from lipbound.report import audit_json, audit_table
 
+    check_writable(html)
     network, shape, name = _network(source, model)
     if input_shape is not None:
         shape = _shape(input_shape)
@@ -259,6 +265,14 @@ def attack(
     ] = False,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 500,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    precision: Annotated[
+        str,
+        typer.Option(help="Of the searches: float32, tf32, bfloat16; float32 has the last word."),
+    ] = "float32",
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the network for the searches.")
+    ] = False,
+    graphs: Annotated[bool, typer.Option(help="Replay the searches as CUDA graphs.")] = True,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")
     ] = None,
@@ -271,16 +285,16 @@ def attack(
 
     import torch
 
-    from lipbound.records import append
+    from lipbound.files import append, check_writable
     from lipbound.report import attack_table
     from lipbound.robust.assess import assess, networks
-    from lipbound.robust.evaluate import Plan
+    from lipbound.robust.plan import Plan
     from lipbound.robust.team import team
 
     if count < 0 or jacobians < 0:
         raise ValueError(f"--count {count} and --jacobians {jacobians} must not be negative")
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise ValueError(f"--plot {str(plot)!r} must end in .svg or .png")
+    _check_plot(plot)
+    check_writable(out, plot)
     paths = networks(checkpoint)
     trained = paths[0].settings
     name = data or trained.data
@@ -288,7 +302,7 @@ def attack(
         tuple(attacks or ["pgd"]), ball or trained.ball,
         trained.radius if radius is None else radius, step, iterations, restarts, loss, decay,
         radii=tuple(l2_radius or (0.6, 0.8)),
-        batch=batch, seed=seed,
+        batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
     )  # fmt: skip
     test = _data(name, folder).test
     images = test.load(torch.arange(min(count or len(test), len(test))))
@@ -316,26 +330,54 @@ def attack(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="fig1, fig2, table1, table4, or all.")],
+    name: Annotated[
+        str, typer.Argument(help="fig1, fig2, fig3, table1, table2, table3, table4, or all.")
+    ],
     weights: Annotated[
         list[Path] | None,
         typer.Option(help="Trained networks' weights; repeat. The embedded network's without."),
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Seconds, to see that it works.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where image data lies, for table2, table3, fig3.")
+    ] = None,
+    tier: Annotated[str, typer.Option(help="Of table2: A, B, B100, C; all without it.")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="An arm of the tier, 'at+lipreg 0.02' say; repeat.")
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="After which trainings pause; the same command goes on with them."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda, for trainings; the GPU if there is one.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of records and figures.")] = Path("reproduced"),
 ) -> None:
     """Compute a figure or table of the paper anew: record, figure, report."""
     from lipbound.experiments import reproduce as steps
+    from lipbound.experiments.request import Request
+    from lipbound.files import check_writable
 
     names = list(steps.EXPERIMENTS) if name == "all" else [name]
     for each in names:
         if each not in steps.EXPERIMENTS:
             raise ValueError(f"unknown {each!r}; there are {', '.join(steps.EXPERIMENTS)}, all")
+    request = Request(
+        tiny, tuple(weights or ()), out, folder, tier, tuple(only or ()), minutes, device,
+        lambda text: typer.echo(text, err=True),
+    )  # fmt: skip
+    check_writable(*(out / f"{each}.json" for each in names))
     for each in names:
-        record = steps.run(each, tiny, weights or [])
+        record = steps.run(each, request)
         steps.save(record, out)
         steps.write_figure(record, out)
         typer.echo(steps.report(record))
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise ValueError(f"--plot {str(plot)!r} must end in .svg or .png")
 
 
 def _data(name: str, folder: Path | None) -> Any:
@@ -349,6 +391,7 @@ def _data(name: str, folder: Path | None) -> Any:
 
 
 def _write_page(found: Any, name: str, path: Path) -> None:
+    from lipbound.files import write
     from lipbound.page import page
 
     try:
@@ -358,8 +401,7 @@ def _write_page(found: Any, name: str, path: Path) -> None:
         raise ValueError(
             f"the page needs an extra ({error}): pip install 'lipbound[report]'"
         ) from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(found, name, _bar), encoding="utf-8")
+    write(path, page(found, name, _bar).encode())
     typer.echo(f"wrote {path}", err=True)
 
 

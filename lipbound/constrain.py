@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from lipbound.bounds import BOUNDS, bound, bracket
 from lipbound.follow import Climb
-from lipbound.geometry import check_kernel, convolution
+from lipbound.geometry import check_kernel, convolution, named
 from lipbound.kernels.plain import working
 from lipbound.symbol import taps
 
@@ -60,21 +60,26 @@ class Constrained(nn.Module):
         if method == "spectral":
             first = taps(replace(conv, kernel=working(conv.kernel)))
             self.climb = Climb(first.shape[1:])
-            state = self.climb(first, None, 1)[1]
+            values, state = self.climb(first, None, 1)
+            if not bool(torch.isfinite(values).all()):
+                raise ValueError(
+                    f"the norm of a layer with weights up to {float(first.abs().max()):.3g} is "
+                    f"beyond {first.dtype}; use .double(), or smaller weights"
+                )
             self.register_buffer("frequency", state[0])
             self.register_buffer("left", state[1])
 
     def forward(self, weight: Tensor) -> Tensor:
         if self.training:
             with torch.autocast(weight.device.type, enabled=False):
-                return weight * (self.norm / self._estimate(weight)).clamp_max(1.0).to(weight.dtype)
+                return scaled(weight, (self.norm / self._estimate(weight)).clamp_max(1.0))
         if torch.compiler.is_exporting():
             pass  # the graph has the number found before
         elif torch.compiler.is_compiling():  # it looks at values: the graph breaks here
             torch.compiler.disable(self._certify)(weight)
         else:
             self._certify(weight)
-        return weight * self.scale.to(weight.dtype)
+        return scaled(weight, self.scale)
 
     def train(self, mode: bool = True) -> Constrained:
         """Leaving training mode certifies, so that a graph exported afterwards holds a number."""
@@ -111,22 +116,30 @@ class Constrained(nn.Module):
             if same and torch.equal(known, weight):
                 return
         check_kernel(weight)
-        kind, unit = weight.dtype, torch.finfo(weight.dtype).eps
-        scale = 1.0
+        kind, shrink = working(weight).dtype, torch.finfo(weight.dtype).eps
+        scale = torch.ones((), dtype=kind, device=weight.device)
         while True:
-            rounded = weight * torch.tensor(scale, dtype=kind, device=weight.device)
-            conv = replace(self.conv, kernel=rounded)
+            conv = replace(self.conv, kernel=scaled(weight, scale))
             spectral = self.method == "spectral"
             upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
-            if upper <= self.norm * (1 + 1e-7):
+            if upper <= self.norm:
                 break
-            least = scale * (1 - unit)  # rounding must not stop it
-            scale = float(torch.tensor(min(scale * self.norm / upper, least), dtype=kind))
-        self.scale = torch.tensor(scale, dtype=torch.float64, device=weight.device)
+            # Rounding must not stop it: weights may be subnormal, and so may the scale.
+            below = torch.nextafter(scale, torch.zeros_like(scale))
+            factor = min(self.norm / upper, 1 - shrink)
+            scale = torch.minimum((scale.double() * factor).to(kind), below)
+            shrink = min(2 * shrink, 0.5)
+        self.scale = scale.double()
         self._certified = (weight.clone(),)
 
     def extra_repr(self) -> str:
         return f"norm={self.norm:g}, {self.method!r}"
+
+
+def scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    """The product in float32 at least, in the weight's own precision."""
+    wide = working(weight)
+    return (wide * scale.to(wide.dtype)).to(weight.dtype)
 
 
 def _loaded(module: Constrained, incompatible: object) -> None:
@@ -165,6 +178,8 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
             raise ValueError(
                 f"the weight of {name or type(layer).__name__} is parametrized already"
             )
+    for name, layer in found.items():
+        named(name, layer)  # or refuse all before the first is changed
     for layer in found.values():
         constraint = Constrained(layer, norm, method, rtol)
         parametrize.register_parametrization(layer, "weight", constraint.train(layer.training))

@@ -42,7 +42,7 @@ class DigitsNet(nn.Sequential):
 def network() -> DigitsNet:
     """The trained network, in eval mode."""
     model = DigitsNet()
-    with np.load(WEIGHTS) as stored:
+    with np.load(WEIGHTS, allow_pickle=False) as stored:
         state = {name: torch.from_numpy(stored[name]) for name in stored.files}
     model.load_state_dict(state)
     return model.eval()

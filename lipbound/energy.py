@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lipbound.memory import piece
+
 CHUNK = 1 << 24  # elements of a temporary
 
 
@@ -26,7 +28,7 @@ def energy_maxima(taps: Tensor, samples: Sequence[int]) -> Tensor:
         for axis, (m, count) in enumerate(zip(sizes, samples, strict=True))
     ]
     largest = max(math.prod(sizes) ** 2, 2 * math.prod([wave.shape[1] for wave in waves]))
-    parts = [_maxima(part, sizes, waves) for part in flat.split(max(1, CHUNK // largest))]
+    parts = [_maxima(part, sizes, waves) for part in flat.split(max(1, piece(CHUNK) // largest))]
     return torch.cat(parts).reshape(groups, rows)
 
 

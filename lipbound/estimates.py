@@ -27,12 +27,12 @@ def polygrid(layer: Layer, samples: int = 10, **geometry: object) -> Tensor:
         tensor(1.9021)
     """
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
-    kernel = _working(conv)
+    kernel, unit = _working(conv)
     taps = kernel.reshape(conv.groups, -1, *kernel.shape[1:])
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples={samples!r} must be a positive integer")
     total = energy_maxima(taps, (samples,) * conv.dims).sum(-1).amax()
-    return _root(total)
+    return _root(total) * unit
 
 
 class PowerIteration:
@@ -66,6 +66,8 @@ class PowerIteration:
         """Run, remember the vector, and return ‖layer(v)‖ for unit v, differentiable."""
         conv = self._read()
         weight = conv.kernel.detach().abs().amax()
+        unit = power_of_two(conv.kernel.to(_dtype(conv)))
+        conv = replace(conv, kernel=conv.kernel.to(_dtype(conv)) / unit)
         vector = self.vector
         with torch.no_grad():
             for _ in range(iterations):
@@ -75,7 +77,7 @@ class PowerIteration:
             left = _unit(apply(conv, right))
             # A zero layer maps everything to zero; the next call starts afresh from where it was.
             self.vector = torch.where(weight > 0, right, self.vector)
-        return (left * apply(conv, right)).sum()
+        return (left * apply(conv, right)).sum() * unit
 
 
 def power_iteration(
@@ -109,12 +111,12 @@ def circulant(layer: Layer, input_shape: Sequence[int] | None = None, **geometry
     size = _required("circulant", layer, input_shape)
     conv = convolution(layer, input_shape=size, **geometry)  # type: ignore[arg-type]
     size = conv.input_size or ()
-    kernel = _working(conv)
+    kernel, unit = _working(conv)
     taps = kernel.reshape(conv.groups, -1, *kernel.shape[1:])
     # F(aω) on the n-grid: dilation only picks other points of the same grid.
     frequencies = radians(grid(size, half=True), size) * torch.tensor(conv.dilation).double()
     symbols = evaluate(taps, frequencies)
-    return torch.linalg.matrix_norm(symbols, 2).amax()
+    return torch.linalg.matrix_norm(symbols, 2).amax() * unit
 
 
 def reshape(layer: Layer, **geometry: object) -> Tensor:
@@ -127,8 +129,9 @@ def reshape(layer: Layer, **geometry: object) -> Tensor:
         tensor(3.0000)
     """
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
-    kernel = _working(conv)
-    return torch.linalg.matrix_norm(kernel.reshape(conv.groups, -1, kernel[0].numel()), 2).amax()
+    kernel, unit = _working(conv)
+    matrices = kernel.reshape(conv.groups, -1, kernel[0].numel())
+    return torch.linalg.matrix_norm(matrices, 2).amax() * unit
 
 
 ESTIMATES: dict[str, Callable[..., Tensor]] = {
@@ -160,8 +163,22 @@ def _dtype(conv: Convolution) -> torch.dtype:
     return torch.promote_types(conv.kernel.dtype, torch.float32)
 
 
-def _working(conv: Convolution) -> Tensor:
-    return conv.kernel.to(_dtype(conv))
+def _working(conv: Convolution) -> tuple[Tensor, Tensor]:
+    """The kernel divided by a power of two near its largest entry, and that power."""
+    kernel = conv.kernel.to(_dtype(conv))
+    unit = power_of_two(kernel)
+    return kernel / unit, unit
+
+
+@torch.no_grad()
+def power_of_two(tensor: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
+    """Near the largest entry, over ``dim`` or all: what is divided by it squares without overflow.
+
+    Nothing is read back from the device. Subnormal entries stay below 1.
+    """
+    kind = torch.finfo(tensor.dtype)
+    largest = tensor.abs().amax(dim).clamp(kind.tiny, kind.max / 8)
+    return largest.log2().floor().exp2()
 
 
 def _required(method: str, layer: Layer, shape: Sequence[int] | None) -> Sequence[int]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.geometry import convolution
+from lipbound.geometry import named
 from lipbound.rows import Lags, lags
 
 Exclude = str | type | Callable[[str, nn.Module], bool]
@@ -128,7 +128,7 @@ def factors(
 def _row_factor(
     name: str, layer: nn.Module, method: str, samples: int | None, norm: _BatchNorm | None
 ) -> Factor:
-    conv = convolution(layer)
+    conv = named(name, layer)
     sizes = tuple(conv.kernel.shape[2:])
     if method == "polygrid":
         kind = lags(sizes, (1,) * conv.dims, samples or 10)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lipbound.files import write
 from lipbound.portraits import Portrait
 
 STYLES = {
@@ -81,8 +82,10 @@ def canvas() -> Any:
 
 def save(figure: Any, path: Path, dpi: int = 100) -> None:
     """Write a figure without the date, and close it."""
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=dpi)
+    buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
+    figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=dpi)
     canvas().close(figure)
+    write(path, buffer.getvalue())
 
 
 def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:

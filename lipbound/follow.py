@@ -17,13 +17,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lipbound.estimates import PowerIteration
+from lipbound.estimates import PowerIteration, power_of_two
 from lipbound.factors import Factor
 from lipbound.geometry import convolution
 from lipbound.kernels import plain
 from lipbound.sizes import input_shapes
 from lipbound.symbol import evaluate, grid, positions, radians, taps
 
+CHUNK = 1 << 22  # entries of products of taps at once
 FIRST = 20  # iterations of the first call, from a random start
 
 
@@ -121,7 +122,7 @@ class Climb:
 
     def __init__(self, shape: Sequence[int], seed: int = 0):
         self.rows, self.columns, *self.sizes = shape
-        samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
+        self.samples = samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
         self.grid = radians(grid(samples), samples)  # (P, D)
         self.half = radians(grid(samples, half=True), samples)
         self.taps = positions(self.sizes).double()  # (T, D)
@@ -136,13 +137,15 @@ class Climb:
             iterations: How many rounds.
         """
         batch = batch.reshape(-1, self.rows, self.columns * len(self.taps))
+        unit = power_of_two(batch, (1, 2))
+        batch = batch / unit[:, None, None]  # or 1e20 squared would leave float32
         with torch.no_grad():
             if state is None or state[0].device != batch.device:
                 state = self._start(batch)
                 iterations = max(iterations, FIRST)
             for _ in range(iterations):
                 state, right = self._climb(batch.detach(), *state)
-        return ((batch @ right) * state[1]).sum((1, 2)), state
+        return ((batch @ right) * state[1]).sum((1, 2)) * unit, state
 
     def _start(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """A short power iteration at every point of the grid; the highest of them starts.
@@ -176,19 +179,20 @@ class Climb:
         product = batch.mT @ left  # (batch, columns·taps, 2): Kᵀ(a + ib), so conj of u*K
         rows = torch.complex(product[..., 0], -product[..., 1])
         rows = rows.reshape(len(batch), self.columns, len(self.taps))
-        gram = rows.mH @ rows  # (batch, T, T)
-        frequency = self._best(gram, frequency)
+        step = max(1, CHUNK // len(self.taps) ** 2)
+        parts = zip(rows.split(step), frequency.split(step), strict=True)
+        frequency = torch.cat([self._best(part, place) for part, place in parts])
         waves = self._waves(frequency).to(rows.dtype)  # (batch, T)
         right = (rows @ waves[..., None]).conj()  # F*u, (batch, columns, 1)
         right = right / torch.linalg.vector_norm(right, dim=1, keepdim=True).clamp_min(1e-30)
         spread = torch.view_as_real((right * waves[:, None, :]).flatten(1))
         return (frequency, _unit(batch @ spread)), spread
 
-    def _best(self, gram: Tensor, frequency: Tensor) -> Tensor:
+    def _best(self, rows: Tensor, frequency: Tensor) -> Tensor:
         """The highest of the grid, where it is, and two Newton steps along the axes from there."""
+        gram = rows.mH @ rows  # (batch, T, T)
         everywhere = self.grid.to(gram.device)
-        shared = self._waves(everywhere).to(gram.dtype).mT  # (T, P)
-        peak = ((gram @ shared) * shared.conj()).sum(1).real.argmax(1)
+        peak = self._on_grid(rows, gram).argmax(1)
         distance = (self.taps[None, :, :] - self.taps[:, None, :]).to(gram.device)  # (T, T, D)
         waves = self._waves(frequency).to(gram.dtype)
         terms = (waves.conj()[:, :, None] * gram * waves[:, None, :]).to(torch.complex128)
@@ -201,6 +205,15 @@ class Climb:
         energy = ((waves.conj() @ gram) * waves).sum(-1).real
         best = energy.argmax(1)
         return tried[torch.arange(len(tried), device=best.device), best]
+
+    def _on_grid(self, rows: Tensor, gram: Tensor) -> Tensor:
+        """‖u*F(ω)‖² at every point, ``(batch, P)``; of many taps by a Fourier transform."""
+        if len(self.taps) <= max(64, self.columns):
+            shared = self._waves(self.grid.to(gram.device)).to(gram.dtype).mT  # (T, P)
+            return ((gram @ shared) * shared.conj()).sum(1).real
+        axes = tuple(range(2, 2 + len(self.sizes)))
+        field = torch.fft.ifftn(rows.unflatten(-1, self.sizes), self.samples, axes, norm="forward")
+        return field.abs().square().sum(1).flatten(1)
 
     def _waves(self, frequency: Tensor) -> Tensor:
         """e^{ih·ω}, ``(..., axes)`` → ``(..., taps)``."""

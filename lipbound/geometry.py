@@ -222,9 +222,19 @@ def convolution(
     return conv if input_shape is None else _with_input_shape(conv, input_shape)
 
 
+def named(name: str, layer: Layer, **geometry: Any) -> Convolution:
+    """:func:`convolution` of one layer among others: what is wrong with it begins with its name."""
+    try:
+        return convolution(layer, **geometry)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}: {error}" if name else str(error)) from None
+
+
 def check_kernel(kernel: Tensor) -> None:
     """Refuse what is no finite, real, non-empty floating-point kernel, and say what to do."""
     compiling = torch.compiler.is_compiling()  # a graph cannot branch on values
+    if kernel.is_nested:
+        raise TypeError("the kernel is a nested tensor; pass one dense tensor, kernel[0] say")
     if not compiling and is_lazy(kernel):
         raise ValueError(
             "the layer is lazy and has no weights yet; run one batch through it, then ask again"
@@ -237,14 +247,18 @@ def check_kernel(kernel: Tensor) -> None:
     if kernel.numel() == 0:
         raise ValueError(f"the kernel is empty, shape {shape}; every axis must be at least 1")
     if not kernel.is_floating_point():
-        kind = "complex" if kernel.is_complex() else "not floating-point"
-        raise TypeError(
-            f"the kernel's dtype {kernel.dtype} is {kind}; pass real weights, kernel.float() say"
-        )
+        kind, fix = "not floating-point", "pass real weights, kernel.float() say"
+        if kernel.is_complex():
+            kind, fix = "complex", "pass its real form, [[Re K, -Im K], [Im K, Re K]]"
+        elif kernel.is_quantized:
+            kind, fix = "quantized", "use kernel.dequantize()"
+        raise TypeError(f"the kernel's dtype {kernel.dtype} is {kind}; {fix}")
     if kernel.element_size() < 2:
         raise TypeError(f"the kernel's dtype {kernel.dtype} has no arithmetic; use kernel.float()")
     if kernel.is_meta:
-        raise ValueError(f"the kernel of shape {shape} is on the meta device and has no values")
+        raise ValueError(
+            f"the kernel of shape {shape} is on the meta device and has no values; load them first"
+        )
     if kernel.layout is not torch.strided:
         raise TypeError(f"the kernel's layout {kernel.layout} is not dense; use kernel.to_dense()")
     # One reduction: a NaN or an infinity is its own maximum.

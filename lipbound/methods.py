@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from torch import Tensor
 
 from lipbound.geometry import Layer, convolution
+from lipbound.memory import in_pieces
 
 GEOMETRY = tuple(inspect.signature(convolution).parameters)[1:]
 
@@ -34,4 +35,4 @@ def call(
     for name in options:
         if name not in known:
             raise TypeError(f"{method} has no option {name!r}; it takes {', '.join(known)}")
-    return table[method](layer, **options)
+    return in_pieces(lambda: table[method](layer, **options))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lipbound.blocks import certified, find_chain, optimised
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
-from lipbound.geometry import Convolution, Layer, convolution
+from lipbound.geometry import Convolution, Layer, named
 from lipbound.graph import Call, Graph, NotCaptured, capture
 from lipbound.layers import lipschitz
 from lipbound.modes import in_eval
@@ -80,7 +80,7 @@ class Audit:
         input_shape: Of one input.
         features: Where the network ends in a Linear layer, the bound up to that layer's input.
         head: That layer's matrix.
-        note: How the bound was lowered below what the steps say.
+        note: How the bound was lowered below what the steps say, and what was left out.
     """
 
     layers: tuple[LayerReport, ...]
@@ -170,11 +170,14 @@ def audit(
         if not search:
             return found
         try:
-            return replace(found, lower=jacobian_norm(model, inputs[:search]))
+            lower = jacobian_norm(model, inputs[:search])
+            if math.isfinite(lower):
+                return replace(found, lower=lower)
+            why = f"its norm left the range of {inputs.dtype}"
         except (NotImplementedError, RuntimeError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            said = f"no lower bound: the Jacobian could not be computed ({first[:120]})"
-            return replace(found, note="; ".join(part for part in (found.note, said) if part))
+            why = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        said = f"no lower bound: the Jacobian could not be computed ({why})"
+        return replace(found, note="; ".join(part for part in (found.note, said) if part))
 
 
 @torch.no_grad()
@@ -198,18 +201,20 @@ def audit_weights(
     Raises:
         ValueError: If there is no kernel among them, or one is not finite, by name.
     """
-    kernels: dict[str, Convolution] = {}
-    for name, tensor in weights.items():
-        if 3 <= tensor.ndim <= 5 and tensor.is_floating_point():
-            try:
-                kernels[name] = convolution(tensor, **geometry)  # type: ignore[arg-type]
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{name}: {error}") from None
+    like = {k: t for k, t in weights.items() if t.is_nested or 3 <= t.ndim <= 5}
+    numbers = {k: t for k, t in like.items() if t.is_floating_point()}
+    kernels = {name: named(name, tensor, **geometry) for name, tensor in numbers.items()}
+    others = [f"{k} ({t.dtype})" for k, t in like.items() if k not in kernels]
+    shown = ", ".join(others[:3]) + (" ..." if len(others) > 3 else "")
+    left_out = f"{len(others)} left out, no real floating-point numbers: {shown}" if others else ""
     if not kernels:
-        raise ValueError(f"none of the {len(weights)} tensors is a kernel of three to five axes")
+        raise ValueError(
+            f"none of the {len(weights)} tensors is a kernel of three to five axes"
+            + (f"; {left_out}" if left_out else "")
+        )
     layers = layer_reports(kernels, Options(rtol, method=method), progress)
     reason = "weights alone: without the architecture there is no network to bound"
-    return Audit(layers, math.inf, 0.0, reason, (), _product(layers), None)
+    return Audit(layers, math.inf, 0.0, reason, (), _product(layers), None, note=left_out)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 from collections.abc import Sequence
 from importlib import resources
@@ -38,7 +39,7 @@ def page(
     """
     from jinja2 import Environment
 
-    template = resources.files("lipbound").joinpath("data/page.html").read_text()
+    template, script = (_data(name) for name in ("page.html", "page.js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "power": power}
     drawn = sorted(audit.layers, key=lambda row: -row.bracket.upper)
@@ -58,7 +59,14 @@ def page(
         product_power=log10(audit.product),
         version=__version__,
         torch=torch.__version__,
+        script=script,
+        # The page's own script runs and no other, whatever a name may hold.
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def _data(name: str) -> str:
+    return resources.files("lipbound").joinpath("data", name).read_text(encoding="utf-8")
 
 
 def number(value: float | None) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from lipbound.files import append, whole_json
+
+__all__ = ["append", "provenance", "read"]
 
 
 def provenance(device: str = "cpu", seed: int = 0) -> dict[str, Any]:
@@ -28,28 +31,23 @@ def provenance(device: str = "cpu", seed: int = 0) -> dict[str, Any]:
 def read(path: Path) -> list[dict[str, Any]]:
     """All records of a file; none if it does not exist yet.
 
+    A last line without its end is one that a kill cut off: it was never a record.
+
     Raises:
         ValueError: If a line is no JSON object.
     """
-    return parse(path, path.read_text().splitlines()) if path.exists() else []
+    if not path.exists():
+        return []
+    *lines, rest = path.read_bytes().split(b"\n")
+    last = whole_json(rest)
+    return [*(_record(path, i, line) for i, line in enumerate(lines, 1)), *([last] if last else [])]
 
 
-def parse(path: Path, lines: Sequence[str]) -> list[dict[str, Any]]:
-    """The records of a file's lines."""
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: {error}; remove the line") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: no JSON object; remove the line")
-        records.append(record)
-    return records
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    """Write one record at the end; what was there stays, so a long run can be interrupted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number}: {error}; remove the line") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number}: no JSON object; remove the line")
+    return record

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as without_markup
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
@@ -20,8 +20,14 @@ from torch.nn.modules.conv import _ConvNd
 from lipbound import __version__
 from lipbound.geometry import Convolution, convolution
 from lipbound.network import Audit
+from lipbound.text import printable
 
 Record = dict[str, Any]
+
+
+def escape(text: str) -> str:
+    """A text from elsewhere as a console may print it: no markup, no control characters."""
+    return without_markup(printable(text))
 
 
 SPEED_COLUMNS = {
@@ -48,7 +54,7 @@ def speed_table(methods: Sequence[str]) -> Iterator[Callable[[Record], None]]:
     def show(record: Record) -> None:
         times = record["milliseconds"]
         cells = [f"{times[m]:8.4g}" if m in times else " " * 8 for m in shown]
-        print(f"{record['network']:15}", *cells, flush=True)
+        print(f"{printable(record['network']):15}", *cells, flush=True)
         for other, ours in RATIOS.items():
             if other in times and ours in times:
                 ratios.setdefault(other, []).append(times[other] / times[ours])
@@ -173,7 +179,7 @@ def attack_table(record: Record, console: Console | None = None) -> None:
     def row(name: str, found: Record) -> None:
         low, high = found["interval"]
         ends = f"{100 * low:.1f} to {100 * high:.1f} %"
-        table.add_row(name, f"{100 * found['accuracy']:.1f} %", ends, str(found["images"]))
+        table.add_row(escape(name), f"{100 * found['accuracy']:.1f} %", ends, str(found["images"]))
 
     row("clean", record["clean"])
     plan = record["plan"]

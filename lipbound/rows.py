@@ -42,7 +42,7 @@ class Lags:
     sizes: tuple[int, ...]
     stride: tuple[int, ...]
     samples: tuple[int, ...]
-    _placed: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(
+    _placed: dict[Any, tuple[Tensor, Tensor | None, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -66,17 +66,15 @@ class Lags:
 
         p is even, so the lags l and −l count as one.
         """
-        where = {lag: index for index, lag in enumerate(self.vectors)}
-        where |= {tuple(-x for x in lag): index for lag, index in where.items()}
-        taps = positions(self.sizes).tolist()
-        return tuple(
-            where[tuple(d // t for d, t in zip(distance, self.stride, strict=True))]
-            if all(d % t == 0 for d, t in zip(distance, self.stride, strict=True))
-            else -1
-            for a in taps
-            for b in taps
-            for distance in [[y - x for x, y in zip(a, b, strict=True)]]
-        )
+        taps = positions(self.sizes)
+        distance = taps[None] - taps[:, None]  # (taps, taps, axes)
+        stride = torch.tensor(self.stride, dtype=torch.int64)
+        reach = torch.tensor(phase_taps(self.sizes, self.stride), dtype=torch.int64)
+        whole = (2 * reach - 1).tolist()
+        steps = torch.tensor([math.prod(whole[axis + 1 :]) for axis in range(len(whole))])
+        index = ((distance // stride) * steps.long()).sum(-1).abs()  # row by row from lag zero
+        meet = (distance % stride == 0).all(-1)
+        return tuple(torch.where(meet, index, -1).flatten().tolist())
 
     @cached_property
     def points(self) -> Tensor:
@@ -92,16 +90,17 @@ class Lags:
         turns = (lags * (whole // sizes)) @ grid(self.samples, half=True).mT
         return (2 * math.pi * (turns % whole).double() / whole).cos()
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
         """The table ``(lags, points)``, the selector ``(taps², lags)`` and ``meeting``, there.
 
         Lag sums count each pair of taps once in either order, so the selector already has the
-        factor two of l and −l.
+        factor two of l and −l. ``None`` for large kernels: of 31×31 taps it would take 7 GB.
         """
         if (device, dtype) not in self._placed:
             meeting = torch.tensor(self.meeting, device=device)
             lags = torch.arange(len(self.vectors), device=device)
-            selector = (meeting[:, None] == lags).to(dtype)
+            small = len(meeting) * len(lags) <= CHUNK
+            selector = (meeting[:, None] == lags).to(dtype) if small else None
             self._placed[device, dtype] = (self.cosines.to(device, dtype), selector, meeting)
         return self._placed[device, dtype]
 
@@ -158,11 +157,17 @@ def row_peaks(rows: Tensor, kind: Lags, locate: bool = True) -> tuple[Tensor, Te
     if kind.taps == 1:
         energies = torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
         return energies, torch.zeros_like(energies, dtype=torch.int64) if locate else None
-    table, selector, _ = kind.on(rows.device, rows.dtype)
+    table, selector, meeting = kind.on(rows.device, rows.dtype)
     step = max(1, CHUNK // max(table.shape[1], kind.taps**2))
     peaks, points = [], []
     for part in rows.split(step):
-        energies = (part.mT @ part).flatten(1) @ selector @ table  # (rows, points)
+        products = (part.mT @ part).flatten(1)  # (rows, taps²)
+        if selector is not None:
+            sums = products @ selector
+        else:  # what never meets goes to one more place at the end
+            sums = products.new_zeros(len(part), len(table) + 1)
+            sums = sums.index_add(1, meeting % (len(table) + 1), products)[:, :-1]
+        energies = sums @ table  # (rows, points)
         if locate:
             peak, point = energies.max(1)
             points.append(point)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 SAFE = {".safetensors"}
 PICKLED = {".pt", ".pth", ".bin", ".ckpt"}
+ROOM, MOST = 1 << 28, 16  # bytes that tensors may take whatever the file's size, and times that
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -32,6 +34,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.suffix in SAFE:
         content: Any = _safetensors(path)
     elif path.suffix in PICKLED:
+        _refuse_bomb(path)
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -46,7 +49,31 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     tensors = _tensors(content)
     if not tensors:
         raise ValueError(f"{str(path)!r} holds no tensors")
+    # A few bytes may stand for a tensor of any size: every entry the same one.
+    claimed = sum(t.numel() * t.element_size() for t in tensors.values())
+    if claimed > max(ROOM, MOST * path.stat().st_size):
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size:,} bytes, but its tensors claim {claimed:,}; "
+            f"save them with .contiguous()"
+        )
     return tensors
+
+
+def _refuse_bomb(path: Path) -> None:
+    """PyTorch stores without compression: an archive that grows when it is opened is none of its.
+
+    Raises:
+        ValueError: If it would.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > path.stat().st_size:
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size:,} bytes and unpacks to {size:,}; PyTorch "
+            f"does not compress its files, so it is refused. Save it again with torch.save"
+        )
 
 
 def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:

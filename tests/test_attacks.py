@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,15 +15,22 @@ from torch import nn
 from lipbound import audit
 from lipbound.robust.attacks import (
     autoattack,
-    carlini_wagner,
     margin,
     perturbation_norms,
     random_search,
-    strongest_pgd,
 )
 from lipbound.robust.data import digits
-from lipbound.robust.evaluate import ATTACKS, Plan, evaluate, interval, jacobian_norms, paired
+from lipbound.robust.evaluate import (
+    evaluate,
+    interval,
+    jacobian_norms,
+    outcomes,
+    paired,
+)
+from lipbound.robust.plan import ATTACKS, Plan, pushed
 from lipbound.robust.settings import settings
+from lipbound.robust.smallest import carlini_wagner
+from lipbound.robust.strongest import strongest_pgd
 from lipbound.robust.train import load_model, train
 
 pytest.importorskip("sklearn", reason="scikit-learn's digits")
@@ -132,8 +140,8 @@ def test_strongest_is_the_worst_of_all_iterations_and_restarts(trained):
         for n, r in ((1, 1), (5, 1), (20, 1), (20, 3))
     ]
     assert counts == sorted(counts)
-    plain = strongest_pgd(model, images, labels, iterations=20, compact=1000, **options)
-    dropped = strongest_pgd(model, images, labels, iterations=20, compact=1, **options)
+    plain = strongest_pgd(model, images, labels, iterations=20, width=1000, **options)
+    dropped = strongest_pgd(model, images, labels, iterations=20, width=7, **options)
     assert torch.equal(plain.broken, dropped.broken), "leaving the batch changes nothing"
     assert torch.equal(plain.iteration, dropped.iteration)
     assert bool((model(plain.images).argmax(1) != labels).eq(plain.broken).all())
@@ -157,6 +165,37 @@ def test_random_search_stays_inside_and_finds_something(trained):
         )
         clean = int((model(images).argmax(1) != labels).sum())
         assert clean < int(found.broken.sum()) <= int(white.broken.sum())
+
+
+def test_what_ends_short_of_the_boundary_is_pushed_over_it():
+    logits, weight, images, gaps, labels = two_classes(40)
+    distance = gaps.abs() / weight.norm()
+    found = carlini_wagner(logits, images, labels, steps=300, searches=8)
+    short = replace(found, images=images + 0.99 * (found.images - images) * (
+        distance / found.norms).reshape(-1, 1, 1, 1))  # fmt: skip
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return logits(x)
+
+    mended = pushed(Model(), images, labels, short, 40)
+    assert not bool((logits(short.images).argmax(1) != labels).any())
+    assert bool((logits(mended.images).argmax(1) != labels).all())
+    assert bool((mended.norms <= 1.05 * distance).all())
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_a_rough_search_is_looked_at_once_more(trained, precision):
+    model, images, labels, _ = trained
+    plan = Plan(("pgd", "cw"), radius=0.1, iterations=20, restarts=2, search_steps=60, searches=5)
+    plain, rough = (
+        evaluate(model, images, labels, p, doubts=False)
+        for p in (plan, replace(plan, precision=precision))
+    )
+    for name, entry in (("pgd", lambda r: r["pgd"]), ("cw", lambda r: r["cw"]["0.6"])):
+        differ = outcomes(entry(plain)) ^ outcomes(entry(rough))
+        assert int(differ.sum()) <= 2, name
+        assert rough[name]["not_reproduced"] <= plain[name]["not_reproduced"] + 1
 
 
 def test_jacobian_norms_are_exact(trained):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 import lipbound
 from lipbound import Penalty
 from lipbound.kernels import plain
+from lipbound.robust.evaluate import evaluate, outcomes
 from lipbound.robust.models import WideResNet
+from lipbound.robust.plan import Plan
 from lipbound.robust.train import load_model, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -179,3 +182,24 @@ def test_training_and_going_on(tmp_path, arm):
     )
     model, shape = load_model(tmp_path / "part" / "final.safetensors")
     assert model(torch.zeros(2, *shape)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+def test_graphs_find_what_plain_searches_find(precision):
+    network = model().eval()
+    torch.manual_seed(1)
+    images = torch.rand(70, 3, 32, 32, device="cuda")
+    with torch.no_grad():
+        labels = network(images).argmax(1)
+    plan = Plan(("pgd", "cw"), iterations=20, restarts=2, searches=3, search_steps=30, batch=32,
+                precision=precision)  # fmt: skip
+    shares = []
+    for radius in (0.01, 0.03, 0.1):
+        graphs, plain = (
+            evaluate(network, images, labels, p, doubts=False)
+            for p in (replace(plan, radius=radius), replace(plan, radius=radius, graphs=False))
+        )
+        shares.append(plain["pgd"]["accuracy"])
+        for entry in (lambda r: r["pgd"], lambda r: r["cw"]["0.6"]):
+            assert int((outcomes(entry(graphs)) ^ outcomes(entry(plain))).sum()) <= 3
+    assert min(shares) < max(shares)

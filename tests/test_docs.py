@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import re
 from pathlib import Path
 
@@ -18,3 +19,14 @@ def test_examples_run_and_links_exist(page):
     assert failed == 0
     for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+def test_results_come_from_the_records(tmp_path):
+    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(tmp_path)
+    committed = ROOT / "docs" / "RESULTS.md"
+    assert (tmp_path / "RESULTS.md").read_bytes() == committed.read_bytes(), "run: make results"
+    for figure in re.findall(r"\]\((\w+\.\w+)\)", committed.read_text()):
+        assert (tmp_path / figure).stat().st_size > 1000

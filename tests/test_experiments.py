@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from test_cli import run
 
-from lipbound.experiments import audits
+from lipbound.experiments import audits, table2
 from lipbound.experiments.reproduce import EXPERIMENTS, report, write_figure
+from lipbound.experiments.table2 import difference
+from lipbound.experiments.trainings import work
 from lipbound.records import read
+from lipbound.robust.evaluate import accuracy
+from lipbound.robust.folder import lock
 from lipbound.robust.models import MODELS, ResNet
 
 
@@ -56,3 +62,41 @@ def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
         assert panel["highest_sample"] <= panel["upper"]
     code, _, err = run(monkeypatch, capsys, "reproduce", "table9")
     assert (code, "unknown 'table9'" in err) == (2, True)
+
+
+TINY = replace(table2.TINY, common={"epochs": 1, "check": 20, "batch": 256}, images=8, jacobians=2)
+
+
+def test_cells_are_done_once_and_one_after_the_other(tmp_path):
+    assert work("tiny", TINY, tmp_path, device="cpu", minutes=0) == []
+    said = []
+    claim = lock(tmp_path / "tiny" / "at-0.claim")
+    (second,) = work("tiny", TINY, tmp_path, device="cpu", say=said.append)
+    assert (second["label"], "another process is at it" in said) == ("at+lipreg 0.05", True)
+    claim.close()
+    assert {r["label"] for r in work("tiny", TINY, tmp_path, device="cpu")} == set(TINY.arms)
+    before = (tmp_path / "cells.jsonl").read_bytes()
+    work("tiny", TINY, tmp_path, device="cpu")
+    assert (tmp_path / "cells.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match="no 'lipreg 1'; there are at, at"):
+        work("tiny", TINY, tmp_path, only=("lipreg 1",))
+
+
+def test_differences_are_of_the_same_images_and_seeds():
+    def cell(label, seed, *right):
+        return {"label": label, "seed": seed, "final": {"clean": accuracy(torch.tensor(right))}}
+
+    at = [cell("at", 0, True, False, False, True), cell("at", 1, True, True, False, False)]
+    other = [cell("x", 1, True, True, True, False), cell("x", 2, False, False, False, False)]
+    gap = difference(other, at, "final", table2.COLUMNS["clean"])
+    assert (gap["difference"], gap["seeds"]) == (0.25, [0.25])
+    assert gap["low"] < 0.25 < gap["high"]
+    assert difference(other[1:], at, "final", table2.COLUMNS["clean"]) is None
+
+
+def test_first_seeds_come_first():
+    tier = replace(TINY, seeds={"at": 2})
+    assert list(tier.cells()) == [("at", 0), ("at+lipreg 0.05", 0), ("at", 1)]
+    for tier in table2.TIERS.values():
+        for label, seed in tier.cells():
+            assert tier.settings(label, seed).seed == seed

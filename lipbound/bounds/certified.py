@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from lipbound.bounds.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.finite import attained, embedding, grid_maximum
 from lipbound.bounds.rounding import UNIT, Scaled, double
 from lipbound.bounds.search import Search
-from lipbound.geometry import Convolution, Layer, convolution
+from lipbound.geometry import Convolution, Layer, convolution, named
+from lipbound.memory import in_pieces, piece
 from lipbound.progress import Progress, silent
 from lipbound.symbol import evaluate, taps
 
@@ -110,7 +112,7 @@ class _Found:
 def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> list[_Found]:
     """Solve problems of one shape together, as many at a time as memory allows."""
     _, rows, _, *sizes = problems[0].taps.shape
-    room = max(1, LAG_BYTES // 2 // lag_bytes(rows, sizes))
+    room = max(1, piece(LAG_BYTES) // 2 // lag_bytes(rows, sizes))
     batches: list[list[_Problem]] = []
     blocks = room
     for problem in problems:
@@ -178,8 +180,12 @@ def bracket(
     """
     _check_rtol(rtol)
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
-    problem = _problems({"": conv}, device)[""]
-    return _finish(problem, _search([problem], rtol)[0], rtol)
+
+    def run() -> Bracket:
+        problem = _problems({"": conv}, device)[""]
+        return _finish(problem, _search([problem], rtol)[0], rtol)
+
+    return in_pieces(run)
 
 
 def brackets(
@@ -208,16 +214,21 @@ def brackets(
     else:
         layers = dict(model)
     groups: dict[tuple[object, ...], list[str]] = {}
-    problems = _problems({name: convolution(layer) for name, layer in layers.items()}, device)
+    convs = {name: named(name, layer) for name, layer in layers.items()}
+    problems = _problems(convs, device)
     for name, problem in problems.items():
         shape, place = problem.taps.shape[1:], problem.taps.device
         groups.setdefault((tuple(shape), place), []).append(name)
     found: dict[str, Bracket] = {}
     for names in progress(list(groups.values()), "layers"):
-        results = _search([problems[name] for name in names], rtol)
-        for name, result in zip(names, results, strict=True):
-            found[name] = _finish(problems[name], result, rtol)
+        found |= in_pieces(partial(_bracketed, {name: problems[name] for name in names}, rtol))
     return {name: found[name] for name in layers}
+
+
+def _bracketed(problems: Mapping[str, _Problem], rtol: float) -> dict[str, Bracket]:
+    results = _search(list(problems.values()), rtol)
+    pairs = zip(problems.items(), results, strict=True)
+    return {name: _finish(problem, result, rtol) for (name, problem), result in pairs}
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from lipbound.bounds.rounding import (
     proved_eigenvalue,
     symbol_error,
 )
+from lipbound.memory import piece
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
 CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # complex matrices handled at once
@@ -64,7 +65,7 @@ class Field:
         self.taps = taps.reshape(*taps.shape[:3], -1)  # (blocks, n, N, T)
         self.positions = indices(self.sizes).astype(float)  # (T, D)
         self.lags = _half_lags(self.sizes)  # (L, D), 0 first
-        self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= LAG_BYTES
+        self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= piece(LAG_BYTES)
         if self.keeps_lags:
             self._make_lags()
         sums = self.taps.abs().sum(-1).flatten(1)
@@ -80,7 +81,7 @@ class Field:
         self.error = (gamma_complex(length) + angles) * self.size**2
 
     def _room(self) -> int:
-        return CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"])
+        return piece(CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"]))
 
     def _make_lags(self) -> None:
         """``even`` (blocks, L, n²), the cosines' coefficients, ``odd`` (blocks, L − 1, n²)."""
@@ -143,7 +144,7 @@ class Field:
         width = self.rows if self.keeps_lags else max(self.rows, self.columns)
         gathered = len(self.lags) * self.rows**2 if self._gathers() else 0
         each = 16 * self.rows * width + 16 * (len(self.lags) + gathered)
-        return max(1, min(MOST, self._room() // each))
+        return max(1, min(piece(MOST), self._room() // each))
 
     def _gathers(self) -> bool:
         entries = len(self.lags) * self.rows**2

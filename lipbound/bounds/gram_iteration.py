@@ -16,6 +16,7 @@ from lipbound.bounds.rounding import (
     symbol_error,
 )
 from lipbound.geometry import Layer, convolution
+from lipbound.memory import piece
 from lipbound.symbol import evaluate, grid, radians, samples_per_axis
 from lipbound.symbol import widening as widening_factor
 
@@ -69,8 +70,8 @@ def gram(
 
 
 def _maximizer(taps: Tensor, frequencies: Tensor, iterations: int) -> tuple[int, int, Tensor]:
-    groups, rows, columns = taps.shape[:3]
-    step = max(1, CHUNK // (rows * columns * groups))
+    groups, rows, columns, *sizes = taps.shape
+    step = max(1, piece(CHUNK) // max(rows * columns * groups, math.prod(sizes)))
     parts = [_iterate(evaluate(taps, part), iterations) for part in frequencies.split(step)]
     values = torch.cat(parts, dim=1)  # (groups, P)
     group, point = divmod(int(values.argmax()), values.shape[1])

@@ -7,7 +7,6 @@ seen, and that the certified maximizer is the highest point.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lipbound import bracket, symbol
+from lipbound.experiments.request import Request
 from lipbound.experiments.source import trained_layers
 
 FORMAT = "png"  # filled contours are large as vectors
@@ -22,15 +22,17 @@ SAMPLES = 65
 SHAPES = ((1, 3), (9, 3), (1, 5), (9, 5))
 
 
-def compute(tiny: bool, weights: list[Path]) -> dict[str, Any]:
-    samples = 9 if tiny else SAMPLES
+def compute(request: Request) -> dict[str, Any]:
+    samples = 9 if request.tiny else SAMPLES
     draw = torch.Generator().manual_seed(0)
     kernels: dict[str, Tensor] = {
         f"random {c}×{s}×{s}": torch.randn(1, c, s, s, generator=draw) / (c * s * s) ** 0.5
         for c, s in SHAPES
     }
-    layers = [(n, k) for n, k in trained_layers(weights) if k.shape[2] > 1 and k.shape[1] >= 9]
-    for index in np.linspace(0, len(layers) - 1, 2 if tiny else 4).round().astype(int):
+    layers = [
+        (n, k) for n, k in trained_layers(request.weights) if k.shape[2] > 1 and k.shape[1] >= 9
+    ]
+    for index in np.linspace(0, len(layers) - 1, 2 if request.tiny else 4).round().astype(int):
         name, kernel = layers[index]
         row = int(kernel.flatten(1).norm(dim=1).argmax())
         kernels[f"{name}, row {row}"] = kernel[row : row + 1]

@@ -8,22 +8,22 @@ can fall below σ1.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lipbound import bound, bracket, estimate, exact
+from lipbound.experiments.request import Request
 
 SIZES = (4, 6, 8, 12, 16, 24, 32, 50, 80, 112, 160, 224)
 SHAPES = ((1, 3), (6, 3), (6, 5), (16, 3))
-TRAINED = False  # random kernels
+ON = "random kernels"
 METHODS = {"bracket": "ours (bracket)", "lipbound": "LipBound, S = 1024", "polygrid": "PolyGrid"}
 
 
-def compute(tiny: bool, weights: list[Path]) -> dict[str, Any]:
+def compute(request: Request) -> dict[str, Any]:
     lines = []
-    for channels, side in SHAPES[:2] if tiny else SHAPES:
+    for channels, side in SHAPES[:2] if request.tiny else SHAPES:
         torch.manual_seed(0)
         stacked = torch.nn.Conv2d(1, channels, side).weight.detach().double()
         kernel = stacked.transpose(0, 1)  # one row, as LipBound reads it; σ1 is the same
@@ -32,7 +32,7 @@ def compute(tiny: bool, weights: list[Path]) -> dict[str, Any]:
             "lipbound": float(bound(kernel, "lipbound", samples=1024)),
             "polygrid": float(estimate(kernel, "polygrid")),
         }
-        sizes = [n for n in SIZES if n >= side and (n <= 16 or not tiny)]
+        sizes = [n for n in SIZES if n >= side and (n <= 16 or not request.tiny)]
         truth = {str(n): exact(kernel, (n, n)) for n in sizes}
         lines.append({"kernel": f"{channels}×{side}×{side}", "values": values, "truth": truth})
     return {"lines": lines, "paper": {"6×3×3": {"50": 0.012, "224": 4e-4}}}

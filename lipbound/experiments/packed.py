@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lipbound.robust.data import DATA, FORMATS, Data, in_memory
+from lipbound.robust.data import DATA, FORMATS, LARGEST, Data, decoded, in_memory
 
 
 def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Images ``(count, height, width, 3)`` and labels of one file; sprites have a digest."""
+    """Images ``(count, height, width, 3)`` and labels of one file; sprites have a digest.
+
+    Raises:
+        ValueError: If the file is damaged, or grows to more than a data set has.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+        if size > LARGEST:
+            raise ValueError(f"it unpacks to more than {LARGEST >> 20} MiB")
+        return _read(path)
+    except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{str(path)!r} is no packed data set: {error}") from None
+
+
+def _read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     from PIL import Image
 
     def decode(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return np.asarray(Image.open(io.BytesIO(raw.tobytes()), formats=FORMATS).convert("RGB"))
+        return np.asarray(decoded(Image.open(io.BytesIO(raw.tobytes()), formats=FORMATS), path))
 
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
     with np.load(path, allow_pickle=False) as stored:
         meta = json.loads(str(stored["meta"]))
         labels = stored["labels"]

@@ -11,34 +11,40 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from lipbound.experiments import fig1, fig2, table1, table4
+from lipbound.experiments import fig1, fig2, fig3, table1, table2, table3, table4
+from lipbound.experiments.request import Request
+from lipbound.files import write
 from lipbound.records import provenance
 
 
 class Experiment(Protocol):
     """A module of this package."""
 
-    def compute(self, tiny: bool, weights: list[Path]) -> dict[str, Any]:
-        """The record; ``tiny`` takes seconds and shows nothing but that it works."""
+    def compute(self, request: Request) -> dict[str, Any]:
+        """The record."""
 
     def report(self, record: dict[str, Any]) -> str:
         """Markdown."""
 
 
-EXPERIMENTS: dict[str, Any] = {"fig1": fig1, "fig2": fig2, "table1": table1, "table4": table4}
+EXPERIMENTS: dict[str, Any] = {
+    "fig1": fig1, "fig2": fig2, "table1": table1, "table4": table4, "table2": table2, "fig3": fig3,
+    "table3": table3,
+}  # fmt: skip
 """Name → module."""
 
 
-def run(name: str, tiny: bool, weights: list[Path]) -> dict[str, Any]:
+def run(name: str, request: Request) -> dict[str, Any]:
     """Compute one experiment's record."""
     start = time.perf_counter()
-    measured = EXPERIMENTS[name].compute(tiny, weights)
+    module = EXPERIMENTS[name]
+    measured = module.compute(request)
+    files = [path.name for path in request.weights] or ["the embedded digits CNN"]
+    on = ["scikit-learn's digits"] if request.tiny and hasattr(module, "TINY") else None
     return {
         "experiment": name,
-        "tiny": tiny,
-        "weights": ([path.name for path in weights] or ["the embedded digits CNN"])
-        if getattr(EXPERIMENTS[name], "TRAINED", True)
-        else ["random kernels"],
+        "tiny": request.tiny,
+        "weights": on or ([module.ON] if hasattr(module, "ON") else files),
         **measured,
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(),
@@ -70,7 +76,6 @@ def report(record: dict[str, Any]) -> str:
 
 def save(record: dict[str, Any], folder: Path) -> Path:
     """Write the record as JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['experiment']}.json"
-    path.write_text(json.dumps(record) + "\n")
+    write(path, (json.dumps(record) + "\n").encode())
     return path

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lipbound import Convolution, __version__, bracket, convolution
+from lipbound.files import write
 from lipbound.symbol import evaluate, grid, radians, taps
 from lipbound.toeplitz import operator_matrix
 
@@ -203,8 +204,7 @@ def main() -> None:
     summary = f"{chosen.count} layers, {len(failures)} violations, {len(wide)} wide"
     print(f"{summary}, {record['seconds']} s")
     if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(chosen.out, (json.dumps(record, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipbound import bound, bracket, estimate, exact
+from lipbound.experiments.request import Request
 from lipbound.experiments.source import trained_layers
 
 SIZE = 32
@@ -42,10 +42,10 @@ PAPER = {
 }  # fmt: skip
 
 
-def compute(tiny: bool, weights: list[Path]) -> dict[str, Any]:
-    size, count = (8, 3) if tiny else (SIZE, 24)
-    layers = [(n, k) for n, k in trained_layers(weights) if k.shape[2:] == (3, 3)]
-    wide = [(n, k) for n, k in layers if k.shape[1] >= (2 if tiny else 32)]
+def compute(request: Request) -> dict[str, Any]:
+    size, count = (8, 3) if request.tiny else (SIZE, 24)
+    layers = [(n, k) for n, k in trained_layers(request.weights) if k.shape[2:] == (3, 3)]
+    wide = [(n, k) for n, k in layers if k.shape[1] >= (2 if request.tiny else 32)]
     groups: dict[str, list[Tensor]] = {
         "1×3×3": [_row(k, 1) for _, k in _spread(layers, count)],
         "32×3×3": [_row(k, 32) for _, k in _spread(wide, count)],

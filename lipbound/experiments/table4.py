@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
+from lipbound.experiments.request import Request
 from lipbound.experiments.speed import NAMES, speed
 
-TRAINED = False  # He-initialised: the time does not depend on the weights
+ON = "He-initialised networks"  # the time does not depend on the weights
 PAPER = {
     "alexnet": (4.75, 38.75), "resnet18": (29.88, 148.35), "resnet34": (54.73, 266.85),
     "resnet50": (60.77, 467.61), "resnet101": (102.72, 817.06), "resnet152": (158.8, 1373.57),
@@ -24,8 +24,8 @@ PAPER = {
 """Milliseconds of LipBound and of ten power iterations on a Tesla V100."""
 
 
-def compute(tiny: bool, weights: list[Path]) -> dict[str, Any]:
-    names = ("squeezenet1_1",) if tiny else NAMES
+def compute(request: Request) -> dict[str, Any]:
+    names = ("squeezenet1_1",) if request.tiny else NAMES
     return from_bench(list(speed(names, methods=("lipbound", "power"))))
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lipbound import __version__, bound, brackets
 from lipbound.bounds.rounding import shorter_side_first
+from lipbound.files import write
 from lipbound.symbol import widening
 
 SAMPLES = 48
@@ -100,8 +101,7 @@ def main() -> None:
     }
     print(json.dumps(record, indent=1))
     if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(chosen.out, (json.dumps(record, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

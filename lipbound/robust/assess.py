@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from lipbound.network import audit
 from lipbound.records import provenance
-from lipbound.robust.evaluate import Plan, evaluate
+from lipbound.robust.evaluate import evaluate
+from lipbound.robust.plan import Plan
 from lipbound.robust.train import Trained, load_trained
 
 
@@ -40,6 +42,8 @@ def assess(
     *,
     certify: bool = False,
     jacobians: int = 0,
+    curves: bool = True,
+    doubts: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """One network's record, see :func:`lipbound.robust.evaluate.evaluate`.
@@ -52,6 +56,8 @@ def assess(
         device: Where.
         certify: Whether to audit the network, for certified accuracies.
         jacobians: At how many images to measure the Jacobian's norm.
+        curves: Whether to attack at other radii too.
+        doubts: Whether to look for signs of a weak attack.
         progress: Is told what is being done.
     """
     pixels, labels = images
@@ -59,19 +65,31 @@ def assess(
         raise ValueError(
             f"the images are {tuple(pixels.shape[1:])}, the network takes {network.input_shape}"
         )
-    model = network.model.to(device)
+    bounds = None
     if certify:
         progress("audit")
+        bounds = audit(network.model.cpu(), network.input_shape)  # wants a processor's float64
+    model = network.model.to(device)
+    if device.type == "cuda" and plan.precision != "float32":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     record = evaluate(
         model,
         pixels.to(device).float() / 255,
         labels.to(device),
         plan,
-        audit=audit(model, network.input_shape) if certify else None,
+        audit=bounds,
         jacobians=min(jacobians, len(labels)),
+        curves=curves,
+        doubts=doubts,
         surrogate=None if other is None else other.model.to(device),
         progress=progress,
     )
+    if bounds is not None:
+        record["log10_lipschitz"] = {
+            name: math.log10(value) if 0 < value < math.inf else None
+            for name in ("upper", "lower", "product")
+            for value in (getattr(bounds, name),)
+        }
     return {
         "experiment": "attack",
         "checkpoint": network.path.name,

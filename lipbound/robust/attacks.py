@@ -1,11 +1,7 @@
 r"""Adversarial examples: to train on, and the strongest that can be found.
 
-*PGD* (Madry et al. 2018) ascends a loss inside a norm ball. *Carlini & Wagner* (2017) minimizes
-:math:`\|\delta\|^2 + c\,\max(\text{margin}, 0)` over images in tanh coordinates, with a binary
-search for each image's c; one run serves every radius: an image is broken *at radius r* if the
-smallest perturbation found has norm at most r. The projected variant, PGD on the margin in the
-L2 ball, is another attack that goes by the same name in the literature; here it is ``l2`` PGD with
-the ``margin`` loss.
+Here PGD (Madry et al. 2018) as one trains with it, AutoAttack and a search without gradients;
+:mod:`lipbound.robust.strongest` and :mod:`lipbound.robust.smallest` are for the last word.
 """
 
 from __future__ import annotations
@@ -97,12 +93,12 @@ def pgd(
     delta = torch.zeros_like(images) if start is None else start
     attacked = (images + delta).clamp(0, 1)
     for _ in range(iterations):
-        gradient = _ascent(logits, attacked, labels, cross_entropy)[2]
-        attacked = _stepped(attacked, gradient, images, radius, step, ball)
+        gradient = ascent(logits, attacked, labels, cross_entropy)[2]
+        attacked = stepped(attacked, gradient, images, radius, step, ball)
     return attacked.detach()
 
 
-def _ascent(
+def ascent(
     logits: Logits, attacked: Tensor, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, losses and the losses' gradients at some images."""
@@ -114,168 +110,14 @@ def _ascent(
     return scores.detach(), losses.detach(), gradient.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _stepped(
-    attacked: Tensor, gradient: Tensor, images: Tensor, radius: float, step: float, ball: str
-) -> Tensor:
+def stepped(
+    attacked: Tensor, gradient: Tensor, images: Tensor, radius: float | Tensor,
+    step: float | Tensor, ball: str,
+) -> Tensor:  # fmt: skip
+    """One step up, back into the ball and into the pixels' range."""
     kind = BALLS[ball]
     delta = kind.project(attacked.detach() + step * kind.ascend(gradient) - images, radius)
     return (images + delta).clamp(0, 1)
-
-
-@torch.no_grad()
-def strongest_pgd(
-    logits: Logits,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    radius: float,
-    step: float,
-    iterations: int,
-    restarts: int = 1,
-    ball: str = "linf",
-    loss: str = "cross-entropy",
-    decay: bool = False,
-    seed: int = 0,
-    compact: int = 10,
-) -> Found:
-    """PGD that keeps, for every image, the worst of all iterations and restarts.
-
-    Images that are misclassified somewhere on the way are done: they leave the batch.
-
-    Args:
-        logits: From images to logits, in eval mode.
-        images: Pixels in [0, 1].
-        labels: ``(batch,)``.
-        radius: Of the ball.
-        step: Length of a step, in the ball's norm.
-        iterations: Gradients per restart.
-        restarts: Random starts.
-        ball: A name in ``BALLS``.
-        loss: A name in ``LOSSES``.
-        decay: Let the steps shrink to a fiftieth in the course of a restart. With ``step`` equal
-            to the radius and several restarts this comes up to APGD at the same budget.
-        seed: Of the starts.
-        compact: Iterations between looks at which images are done.
-
-    Example:
-        >>> images, labels = torch.tensor([[[[0.4, 0.6]]]]), torch.tensor([1])
-        >>> [bool(strongest_pgd(lambda x: x.flatten(1), images, labels, radius=radius,
-        ...                     step=radius, iterations=2).broken) for radius in (0.09, 0.11)]
-        [False, True]
-    """
-    kind = BALLS[ball]
-    draw = torch.Generator(images.device).manual_seed(seed)
-    result = images.clone()
-    best = torch.full((len(images),), -torch.inf, device=images.device)
-    first = torch.full((len(images),), -1, device=images.device)  # the iteration that broke it
-    early = first
-    for restart in range(restarts):
-        ascended = LOSSES[loss][restart % len(LOSSES[loss])]
-        best = torch.full_like(best, -torch.inf) if restart and loss == "alternate" else best
-        left = (first < 0).nonzero().flatten()
-        if len(left) == 0:
-            break
-        centre, target = images[left], labels[left]
-        start = kind.sample(centre, radius, draw)  # of the images that are left
-        attacked = (centre + start).clamp(0, 1)
-        for iteration in range(iterations + 1):
-            if iteration < iterations:
-                scores, losses, gradient = _ascent(logits, attacked, target, ascended)
-            else:  # the last image is looked at too
-                scores = logits(attacked)
-                losses = ascended(scores, target)
-            wrong = (scores.argmax(1) != target) & scores.isfinite().all(1)
-            going = first[left] < 0
-            better = going & (wrong | (losses > best[left]))
-            best[left] = torch.where(better, losses, best[left])
-            chosen = better.reshape(-1, *[1] * (images.ndim - 1))
-            result[left] = torch.where(chosen, attacked, result[left])
-            first[left] = torch.where(going & wrong, iteration, first[left])
-            if iteration == iterations:
-                break
-            length = step * (1 - 0.98 * iteration / iterations) if decay else step
-            attacked = _stepped(attacked, gradient, centre, radius, length, ball)
-            if iteration % compact == compact - 1:
-                going = first[left] < 0
-                if not bool(going.all()):
-                    left, centre, target, attacked = (
-                        t[going] for t in (left, centre, target, attacked)
-                    )
-                if len(left) == 0:
-                    break
-        early = first.clone() if restart == 0 else early
-    return Found(result, first >= 0, perturbation_norms(result, images, ball), early)
-
-
-@torch.no_grad()
-def carlini_wagner(
-    logits: Logits,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    steps: int = 1000,
-    searches: int = 9,
-    lr: float = 0.1,
-    constant: float = 1e-3,
-    confidence: float = 0.0,
-) -> Found:
-    """The smallest L2 perturbation that changes the prediction, by Carlini & Wagner's method.
-
-    Args:
-        logits: From images to logits, in eval mode.
-        images: Pixels in [0, 1].
-        labels: ``(batch,)``.
-        steps: Of Adam, for each value of the constant.
-        searches: Values of the constant tried per image: tenfold until it works, then halving.
-        lr: Of Adam, in tanh coordinates; in the second half of a search it falls to a hundredth.
-            More for fewer steps.
-        constant: The first value.
-        confidence: Margin that counts as broken.
-
-    Returns:
-        ``norms`` are those of the smallest successful perturbations; ∞ where none was.
-    """
-    middle = torch.atanh((2 * images - 1) * 0.999999)
-    low = torch.zeros(len(images), device=images.device)
-    high = torch.full_like(low, torch.inf)
-    weight = torch.full_like(low, constant)
-    result, norms = images.clone(), torch.full_like(low, torch.inf)
-    clean = margin(logits(images), labels) > confidence
-    norms = torch.where(clean, 0.0, norms)
-    first = torch.where(clean, 0, -1)
-    for search in range(searches):
-        moved = torch.zeros_like(middle)
-        slow, fast = torch.zeros_like(middle), torch.zeros_like(middle)
-        success = clean.clone()
-        for step in range(steps + 1):
-            moved = moved.detach().requires_grad_()
-            with torch.enable_grad():
-                attacked = torch.tanh(middle + moved) / 2 + 0.5
-                gaps = margin(logits(attacked), labels)
-                sizes = (attacked - images).flatten(1).square().sum(1)
-                total = sizes + weight * (confidence - gaps).clamp_min(0)
-                gradient = torch.autograd.grad(total.sum(), moved)[0] if step < steps else None
-            gradient = None if gradient is None else gradient.nan_to_num(0.0, 0.0, 0.0)
-            wrong = gaps.detach() > confidence
-            lengths = sizes.detach().sqrt()
-            closer = wrong & (lengths < norms)
-            norms = torch.where(closer, lengths, norms)
-            keep = closer.reshape(-1, *[1] * (images.ndim - 1))
-            result = torch.where(keep, attacked.detach(), result)
-            first = torch.where(closer & (first < 0), search * steps + step, first)
-            if 3 * step >= 2 * steps:  # earlier it may be the first long steps that broke it
-                success |= wrong
-            if gradient is None:
-                break
-            slow = slow.lerp(gradient, 0.1)
-            fast = fast.lerp(gradient.square(), 0.001)
-            up, down = slow / (1 - 0.9 ** (step + 1)), fast / (1 - 0.999 ** (step + 1))
-            rate = lr * min(1.0, 0.01 + 2 * (1 - step / steps))
-            moved = moved.detach() - rate * up / (down.sqrt() + 1e-8)
-        high = torch.where(success, weight, high)
-        low = torch.where(success, low, weight)
-        weight = torch.where(high < torch.inf, (low + high) / 2, 10 * weight)
-    return Found(result, norms < torch.inf, norms, first)
 
 
 def autoattack(

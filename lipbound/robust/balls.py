@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,12 +42,12 @@ class Ball:
     Attributes:
         sample: ``(images, radius, generator)`` → a random perturbation inside.
         ascend: A gradient → the direction of steepest ascent, of norm one in the ball's norm.
-        project: ``(perturbation, radius)`` → the nearest one inside.
+        project: ``(perturbation, radius, a number or a tensor)`` → the nearest one inside.
     """
 
     sample: Callable[[Tensor, float, torch.Generator | None], Tensor]
     ascend: Callable[[Tensor], Tensor]
-    project: Callable[[Tensor, float], Tensor]
+    project: Callable[[Tensor, Any], Tensor]
 
 
 BALLS: dict[str, Ball] = {

@@ -6,9 +6,7 @@ leaves the one before. Tensors carry a checksum; what does not match is refused.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lipbound.files import write
 
 KEY = "lipbound"
 FORMAT = 1
@@ -33,28 +33,6 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) ->
     record = {**about, "format": FORMAT}
     record["checksum"] = _checksum(ready, record)
     write(path, encode(ready, {KEY: json.dumps(record)}))
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: the whole of it, or what was there before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the name too
-        os.close(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        raise OSError(
-            f"cannot write {str(path)!r}: {reason}; what was there before stays"
-        ) from None
 
 
 def about(path: Path) -> dict[str, Any] | None:

@@ -346,6 +346,7 @@ def _folder(folder: Path | None, what: str) -> Path:
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+PIXELS = 1 << 26  # of one picture: more is refused before it is decoded
 
 
 class Streamed:
@@ -379,12 +380,13 @@ class Streamed:
 
         # By name, not by content: Pillow would hand PostScript to an interpreter.
         with Image.open(self.paths[index], formats=FORMATS) as opened:
-            image = opened.convert("RGB")
+            image = decoded(opened, self.paths[index])
         size = self.size
-        box, mirrored = _middle(*image.size), False
+        width, height = image.size
+        box, mirrored = _middle(width, height), False
         if self._seed is not None:
             draw = np.random.default_rng((self._seed, index))
-            box, mirrored = _random_box(*image.size, draw), bool(draw.random() < 0.5)
+            box, mirrored = _random_box(width, height, draw), bool(draw.random() < 0.5)
         cut = image.resize((size, size), Image.Resampling.BILINEAR, box)
         array = np.asarray(cut, np.uint8)
         array = array[:, ::-1] if mirrored else array
@@ -409,6 +411,18 @@ class Streamed:
             generator=torch.Generator().manual_seed(0),  # else it would draw from the global one
         )
         return iter(loader)
+
+
+def decoded(image: Any, path: Path) -> Any:
+    """The picture in RGB, if its header does not announce more pixels than a photograph has.
+
+    Raises:
+        ValueError: If it does; nothing is decoded.
+    """
+    width, height = image.size
+    if width * height > PIXELS:
+        raise ValueError(f"{str(path)!r} holds a picture of {width}×{height}; {PIXELS:,} is a lot")
+    return image.convert("RGB")
 
 
 def _middle(width: int, height: int) -> tuple[float, float, float, float]:

@@ -1,16 +1,12 @@
 """What a network is worth under attack: accuracies with intervals, norms, and doubts.
 
-``evaluate`` computes a record; it shows nothing. The doubts follow Carlini et al. (2019): signs
-that an attack failed rather than that the network resisted.
+``evaluate`` computes a record; it shows nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,131 +15,12 @@ from torch import Tensor, nn
 from lipbound.certificates import certify
 from lipbound.modes import in_eval
 from lipbound.network import Audit
-from lipbound.robust.attacks import (
-    LOSSES,
-    Found,
-    autoattack,
-    carlini_wagner,
-    cross_entropy,
-    perturbation_norms,
-    pgd,
-    random_search,
-    strongest_pgd,
-)
-from lipbound.robust.balls import BALLS
-from lipbound.robust.freeze import frozen
+from lipbound.robust.attacks import Found, perturbation_norms
+from lipbound.robust.doubts import doubt
+from lipbound.robust.plan import ATTACKS, Engine, Plan, engine, strongest
+from lipbound.robust.verify import check, tf32, valid
 
 CERTIFIED_RADII = tuple(r / 255 for r in (36, 72, 108, 255))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to try.
-
-    Attributes:
-        attacks: Names in ``ATTACKS``.
-        ball: Of PGD, AutoAttack and the doubts.
-        radius: Of that ball.
-        step: Of PGD, as part of the radius.
-        iterations: Of PGD.
-        restarts: Of PGD.
-        loss: Of PGD, a name in ``LOSSES``.
-        decay: Whether PGD's steps shrink.
-        radii: L2 radii at which Carlini & Wagner's perturbations count.
-        searches: Of Carlini & Wagner's constant.
-        search_steps: Steps for each.
-        batch: Images at a time.
-        seed: Of everything random.
-
-    Raises:
-        ValueError: Naming what makes no sense.
-    """
-
-    attacks: tuple[str, ...] = ("pgd",)
-    ball: str = "linf"
-    radius: float = 8 / 255
-    step: float = 0.2
-    iterations: int = 200
-    restarts: int = 10
-    loss: str = "alternate"
-    decay: bool = False
-    radii: tuple[float, ...] = (0.6, 0.8)
-    searches: int = 9
-    search_steps: int = 200
-    batch: int = 500
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for kind, names, table in (
-            ("attack", self.attacks, ATTACKS), ("ball", (self.ball,), BALLS),
-            ("loss", (self.loss,), LOSSES),
-        ):  # fmt: skip
-            unknown = [name for name in names if name not in table]
-            if unknown:
-                raise ValueError(f"unknown {kind} {unknown[0]!r}; there are {', '.join(table)}")
-        for name in ("iterations", "restarts", "searches", "search_steps", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
-        for name, radius in (("radius", self.radius), *(("radii", r) for r in self.radii)):
-            if not 0 < radius < math.inf:
-                raise ValueError(f"{name}={radius!r} must be positive")
-        if self.ball == "linf" and self.radius > 1:
-            raise ValueError(f"radius={self.radius:g} in linf exceeds all of [0, 1]; 8/255 say")
-        if "autoattack" in self.attacks and importlib.util.find_spec("pyautoattack") is None:
-            raise ValueError("AutoAttack comes with: pip install 'lipbound[attacks]'")
-        if {"cw", "cw-projected"} & set(self.attacks) and not self.radii:
-            raise ValueError("Carlini & Wagner's attack needs radii, 0.6 say")
-
-
-Attack = Callable[[nn.Module, Tensor, Tensor, Plan], Found]
-
-
-def _pgd(model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> Found:
-    return strongest_pgd(
-        model, images, labels, radius=plan.radius, step=plan.step * plan.radius,
-        iterations=plan.iterations, restarts=plan.restarts, ball=plan.ball, seed=plan.seed,
-        loss=plan.loss, decay=plan.decay,
-    )  # fmt: skip
-
-
-def _projected(model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> Found:
-    """For every radius anew: the smallest ball in which an image was broken counts."""
-    found: Found | None = None
-    for radius in sorted(plan.radii, reverse=True):
-        new = strongest_pgd(
-            model, images, labels, radius=radius, step=plan.step * radius,
-            iterations=plan.iterations, restarts=plan.restarts, ball="l2", loss="margin",
-            seed=plan.seed,
-        )  # fmt: skip
-        keep = new.broken.reshape(-1, 1, 1, 1)
-        found = new if found is None else Found(
-            torch.where(keep, new.images, found.images),
-            new.broken | found.broken,
-            torch.where(new.broken, new.norms, found.norms),
-            torch.where(new.broken, new.iteration, found.iteration),
-        )  # fmt: skip
-    assert found is not None
-    return found
-
-
-def _carlini_wagner(model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> Found:
-    steps, searches = plan.search_steps, plan.searches
-    return carlini_wagner(model, images, labels, steps=steps, searches=searches)
-
-
-def _autoattack(model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> Found:
-    return autoattack(
-        model, images, labels, radius=plan.radius, ball=plan.ball, seed=plan.seed, batch=plan.batch
-    )
-
-
-ATTACKS: dict[str, Attack] = {
-    "pgd": _pgd,
-    "cw": _carlini_wagner,
-    "cw-projected": _projected,
-    "autoattack": _autoattack,
-}
-"""Name → attack. ``cw`` minimizes the norm, ``cw-projected`` stays in each ball in turn."""
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
@@ -162,23 +39,29 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 
 def accuracy(right: Tensor) -> dict[str, Any]:
-    """A share of images with its interval."""
+    """A share of images with its interval; which ones they are, in hexadecimal."""
     count, good = len(right), int(right.sum())
-    return {"accuracy": good / count, "interval": interval(good, count), "images": count}
+    bits = "".join("1" if one else "0" for one in right.tolist())
+    return {
+        "accuracy": good / count,
+        "interval": interval(good, count),
+        "images": count,
+        "right": f"{int(bits, 2):0{-(-count // 4)}x}",
+    }
 
 
-@contextmanager
-def _exact_float32() -> Iterator[None]:
-    """Without TF32: what breaks an image only in its rounding would not be reproduced."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+def outcomes(found: dict[str, Any]) -> Tensor:
+    """Image by image what :func:`accuracy` counted.
+
+    Example:
+        >>> outcomes(accuracy(torch.tensor([False, True, True])))
+        tensor([False,  True,  True])
+    """
+    bits = f"{int(found['right'], 16):0{found['images']}b}"
+    return torch.tensor([bit == "1" for bit in bits])
 
 
-@_exact_float32()
+@tf32(False)
 def evaluate(
     model: nn.Module,
     images: Tensor,
@@ -187,6 +70,7 @@ def evaluate(
     *,
     audit: Audit | None = None,
     jacobians: int = 0,
+    curves: bool = True,
     doubts: bool = True,
     surrogate: nn.Module | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -200,6 +84,7 @@ def evaluate(
         plan: What to try.
         audit: Of the model, for certified accuracies.
         jacobians: At how many images to measure the Jacobian's norm.
+        curves: Whether to attack at other radii too, if PGD is in the plan.
         doubts: Whether to look for signs of a weak attack.
         surrogate: Another network for the same images; its adversarial images should not break
             this one better than its own do.
@@ -215,19 +100,19 @@ def evaluate(
             logits that are no numbers, a model in training mode.
     """
     plan = plan or Plan()
-    with frozen(model):
+    with engine(model, images, plan) as ready:
         logits = check(model, images, labels, plan.batch)
         right = logits.argmax(1) == labels
         record: dict[str, Any] = {"clean": accuracy(right)}
         found: dict[str, Found] = {}
         for name in dict.fromkeys(plan.attacks):
             progress(name)
-            found[name] = _batched(ATTACKS[name], model, images, labels, plan)
+            found[name] = ATTACKS[name](ready, images, labels)
             record[name] = _reported(name, found[name], images, labels, ~right, model, plan)
-        if "pgd" in found:
+        if "pgd" in found and curves:
             progress("radii")
             record["against_radius"] = {
-                f"{r:.6g}": accuracy(~_broken_at(model, images, labels, ~right, plan, r))
+                f"{r:.6g}": accuracy(~_broken_at(ready, images, labels, ~right, r))
                 for r in (share * plan.radius for share in SHARES)
                 if plan.ball != "linf" or r <= 1
             }
@@ -248,9 +133,10 @@ def evaluate(
             }
         if doubts:
             progress("doubts")
-            record["doubts"], record["evidence"] = doubt(
-                model, images, labels, ~right, plan, found, surrogate
-            )
+            with tf32(plan.precision != "float32"):
+                record["doubts"], record["evidence"] = doubt(
+                    model, images, labels, ~right, plan, found, surrogate
+                )
             for name, attack in found.items():
                 lost = record[name]["not_reproduced"]
                 if lost:
@@ -267,66 +153,15 @@ SHARES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the radius, for a curve
 
 
 def _broken_at(
-    model: nn.Module, images: Tensor, labels: Tensor, mistakes: Tensor, plan: Plan, radius: float
+    on: Engine, images: Tensor, labels: Tensor, mistakes: Tensor, radius: float
 ) -> Tensor:
     """By PGD with one restart and at most 50 iterations, at another radius."""
-    few = replace(
-        plan, radius=radius, iterations=min(plan.iterations, 50), restarts=1, loss="cross-entropy"
-    )
-    found = _batched(_pgd, model, images, labels, few)
-    return _valid(found, images, labels, mistakes, model, few.ball, radius, plan.batch)
-
-
-def _valid(
-    found: Found, images: Tensor, labels: Tensor, mistakes: Tensor, model: nn.Module, ball: str,
-    radius: float, batch: int,
-) -> Tensor:  # fmt: skip
-    """Whether each image is broken: a mistake as it is, or by a valid perturbation, again."""
-    sizes = perturbation_norms(found.images, images, ball)
-    inside = sizes <= radius * (1 + 1e-5) + 1e-7
-    in_range = ((found.images >= 0) & (found.images <= 1)).flatten(1).all(1)
-    broken = verified(model, found.images, labels, batch) & inside & in_range
-    return broken | mistakes
+    few = {"iterations": min(on.plan.iterations, 50), "restarts": 1, "loss": "cross-entropy"}
+    found = strongest(on, images, labels, radius, **few)
+    return valid(found, images, labels, mistakes, on.model, on.plan.ball, radius, on.plan.batch)
 
 
 QUANTILES = [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
-
-
-def check(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 500) -> Tensor:
-    """The logits, or what is wrong with the inputs."""
-    if any(m.training for m in model.modules()):
-        raise ValueError("the model is in training mode; call model.eval() first")
-    if images.ndim != 4 or len(images) != len(labels) or len(images) == 0:
-        raise ValueError(
-            f"images {tuple(images.shape)} and labels {tuple(labels.shape)} do not fit; pass "
-            f"(count, channels, height, width) and (count,)"
-        )
-    low, high = float(images.min()), float(images.max())
-    if not (low >= 0 and high <= 1):
-        raise ValueError(
-            f"pixels lie in [{low:.3g}, {high:.3g}], not in [0, 1]; put the normalization inside "
-            f"the model"
-        )
-    with torch.no_grad():
-        logits = torch.cat([model(part).float() for part in images.split(batch)])
-    if logits.ndim != 2:
-        raise ValueError(f"the model gives {tuple(logits.shape)}, not (count, classes)")
-    if not bool(torch.isfinite(logits).all()):
-        raise ValueError("the logits are not all finite numbers")
-    if int(labels.min()) < 0 or int(labels.max()) >= logits.shape[1]:
-        raise ValueError(
-            f"labels lie in [{int(labels.min())}, {int(labels.max())}], but there are "
-            f"{logits.shape[1]} classes"
-        )
-    return logits
-
-
-def _batched(attack: Attack, model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> Found:
-    parts = [
-        attack(model, images[i : i + plan.batch], labels[i : i + plan.batch], plan)
-        for i in range(0, len(images), plan.batch)
-    ]
-    return Found(*(torch.cat([getattr(p, name) for p in parts]) for name in vars(parts[0])))
 
 
 def _reported(
@@ -336,7 +171,7 @@ def _reported(
     """Accuracies after the adversarial images were looked at once more."""
     bounded = name not in ("cw", "cw-projected")
     ball, radius = (plan.ball, plan.radius) if bounded else ("l2", math.inf)
-    broken = _valid(found, images, labels, mistakes, model, ball, radius, plan.batch)
+    broken = valid(found, images, labels, mistakes, model, ball, radius, plan.batch)
     result: dict[str, Any] = {"not_reproduced": int((found.broken & ~broken).sum())}
     if not bounded:
         sizes = torch.where(mistakes, 0.0, perturbation_norms(found.images, images, "l2"))
@@ -355,109 +190,6 @@ def _reported(
             for m in (*marks, plan.iterations)
         }
     return result
-
-
-@_exact_float32()
-@torch.no_grad()
-def verified(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
-    """Whether images are misclassified, in float32 without TF32; NaN is no answer."""
-    logits = torch.cat([model(x.float()).float() for x in images.split(batch)])
-    return (logits.argmax(1) != labels) & logits.isfinite().all(1)
-
-
-def better(one: Tensor, other: Tensor) -> bool:
-    """Whether the first attack breaks more of the same images, beyond chance (one-sided 5 %)."""
-    only, others = int((one & ~other).sum()), int((other & ~one).sum())
-    return only - others > max(1.0, 1.645 * math.sqrt(only + others))
-
-
-def doubt(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    mistakes: Tensor,
-    plan: Plan,
-    found: dict[str, Found],
-    surrogate: nn.Module | None = None,
-) -> tuple[list[str], dict[str, Any]]:
-    """Signs that the attack failed rather than that the network resisted, on at most 200 images."""
-    few = slice(0, 200)
-    x, y = images[few], labels[few]
-    said: list[str] = []
-    clean = mistakes[few]
-
-    def share(broken: Tensor) -> float:
-        return 1 - float(broken.float().mean())
-
-    def last(iterations: int, radius: float = plan.radius, network: nn.Module = model) -> Tensor:
-        attacked = pgd(
-            network, x, y, radius=radius, step=plan.step * radius, iterations=iterations,
-            ball=plan.ball,
-        )  # fmt: skip
-        return verified(model, attacked, y, plan.batch) | clean
-
-    evidence: dict[str, Any] = {"images": len(x), "clean": share(clean)}
-    with torch.no_grad():
-        same = torch.allclose(model(x), model(x), rtol=1e-4, atol=1e-5)
-    evidence["deterministic"] = bool(same)
-    if not same:
-        said.append("the model answers the same images differently: average over its randomness")
-
-    short, long = last(10), last(50)
-    evidence["pgd_10"], evidence["pgd_50"] = share(short), share(long)
-    if better(short, long):
-        said.append(
-            f"more iterations help the defence: {share(short):.3f} after 10, "
-            f"{share(long):.3f} after 50"
-        )
-
-    white = long
-    for name in ("pgd", "autoattack"):
-        if name in found:
-            kept = Found(*(getattr(found[name], f)[few] for f in vars(found[name])))
-            white = white | _valid(kept, x, y, clean, model, plan.ball, plan.radius, plan.batch)
-    evidence["white_box"] = share(white)
-    longer = last(250)
-    evidence["pgd_250"] = share(longer)
-    if better(longer, white):
-        said.append(f"the attack had not converged: {share(longer):.3f} after 250 iterations")
-
-    limit = 1.0 if plan.ball == "linf" else math.sqrt(x[0].numel())
-    curve = {f"{r:.4f}": share(last(20, r)) for r in (plan.radius, limit / 4, limit / 2, limit)}
-    evidence["against_radius"] = curve
-    if min(curve.values()) > max(0.1 * evidence["clean"], 1.5 / len(x)):
-        said.append(f"accuracy stays at {min(curve.values()):.3f} however large the perturbation")
-
-    attacked = x.detach().requires_grad_()
-    with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(cross_entropy(model(attacked), y).sum(), attacked)
-    sizes = gradient.flatten(1).abs().amax(1)
-    evidence["images_without_gradient"] = zero = float((sizes < 1e-10).float().mean())
-    if zero > 0.05:
-        said.append(f"{100 * zero:.0f} % of the images have no gradient at all: it is masked")
-    if not bool(gradient.isfinite().all()):
-        said.append("gradients are not all numbers: the attack cannot follow them")
-
-    budget = {"radius": plan.radius, "ball": plan.ball, "seed": plan.seed}
-    blind = random_search(model, x, y, **budget)  # type: ignore[arg-type]
-    margins = strongest_pgd(
-        model, x, y, step=plan.step * plan.radius, iterations=50, loss="margin", **budget,  # type: ignore[arg-type]
-    )  # fmt: skip
-    rivals = {
-        name: (text, verified(model, attempt.images, y, plan.batch) | clean)
-        for name, text, attempt in (
-            ("random_search", "an attack without gradients does better", blind),
-            ("margin", "the margin's gradient does better", margins),
-        )
-    }
-    if surrogate is not None:
-        moved = last(50, network=surrogate)
-        rivals["transfer"] = ("images made for another network do better", moved)
-    for name, (text, broken) in rivals.items():
-        evidence[name] = share(broken)
-        if better(broken, white):
-            said.append(f"{text} ({share(broken):.3f}) than the attack itself ({share(white):.3f})")
-    return said, evidence
 
 
 def jacobian_norms(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:

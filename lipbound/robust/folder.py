@@ -11,8 +11,21 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from lipbound.records import append, parse
+from lipbound.files import read_json, write
+from lipbound.records import append, read
 from lipbound.robust import checkpoints
+
+
+def lock(path: Path) -> IO[str] | None:
+    """Lock a file as long as the result is open; nothing if another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
 
 
 class RunFolder:
@@ -34,17 +47,11 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         if self.writes:
             try:
-                self.root.mkdir(parents=True, exist_ok=True)
-                self._lock = (self.root / ".lock").open("w")
+                self._lock = lock(self.root / ".lock")
             except OSError as error:
                 raise OSError(f"cannot write in {str(self.root)!r}: {error.strerror}") from None
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self._lock.close()
-                raise ValueError(
-                    f"another run works in {str(self.root)!r}; choose another"
-                ) from None
+            if self._lock is None:
+                raise ValueError(f"another run works in {str(self.root)!r}; choose another")
         return self
 
     def __exit__(
@@ -73,7 +80,7 @@ class RunFolder:
                 f"{str(self.root)!r} holds a run already; --resume to go on, or another --out"
             )
         if self.writes and path.exists():
-            stored = json.loads(path.read_text())
+            stored = read_json(path)
             for name in {**stored, **settings}:
                 mine, theirs = settings.get(name), stored.get(name)
                 if mine != theirs:
@@ -82,7 +89,7 @@ class RunFolder:
                         f"not {mine!r}; give the same settings, or another --out"
                     )
         elif self.writes:
-            checkpoints.write(path, json.dumps(settings, indent=1).encode())
+            write(path, json.dumps(settings, indent=1).encode())
         if self.writes:
             for rest in self.root.glob(".*.part"):  # of runs that were killed
                 rest.unlink(missing_ok=True)
@@ -91,10 +98,8 @@ class RunFolder:
     def cut_records(self, step: int) -> None:
         """Drop records of steps that will be done again, and a line that a kill cut off."""
         if self.writes and self.records.exists():
-            lines = self.records.read_text().splitlines(keepends=True)
-            whole = parse(self.records, [line for line in lines if line.endswith("\n")])
-            kept = "".join(json.dumps(r) + "\n" for r in whole if r["step"] <= step)
-            checkpoints.write(self.records, kept.encode())
+            kept = [r for r in read(self.records) if r.get("step", 0) <= step]
+            write(self.records, "".join(json.dumps(r) + "\n" for r in kept).encode())
 
     def record(self, record: dict[str, Any]) -> None:
         if self.writes:
@@ -114,8 +119,8 @@ class RunFolder:
     def finished(self) -> dict[str, Any] | None:
         """The summary, if the run is over."""
         path = self.root / "summary.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     def finish(self, summary: dict[str, Any]) -> None:
         if self.writes:
-            checkpoints.write(self.root / "summary.json", json.dumps(summary, indent=1).encode())
+            write(self.root / "summary.json", json.dumps(summary, indent=1).encode())

@@ -94,7 +94,7 @@ def _trained(
     watcher: Watcher | None,
 ) -> dict[str, Any]:
     with RunFolder(out, who.first) as folder, _signals() as stop:
-        run = Run(chosen, data, who)
+        run = Run(chosen, data, who, stop)
         state = folder.open(as_dict(chosen), resume)
         if state is not None:
             run.load(*state[:2])
@@ -105,16 +105,20 @@ def _trained(
             return done
         folder.cut_records(run.step)
         started = time.monotonic()
-        while run.step < run.steps:
+        while run.step < run.steps or run.due:
             reason = stop[0] if stop else ""
             if time_limit is not None and time.monotonic() - started >= time_limit:
                 reason = reason or "time limit"
             if (who.size == 1 or run.step % 8 == 0) and who.any(bool(reason)):
                 folder.save(run.step, *run.state())
                 return {**run.summary(), "stopped": reason or "another process stopped"}
-            run.advance(watcher)
-            if run.step % run.per_epoch == 0:
-                record, better = run.check()
+            if not run.due:
+                run.advance(watcher)
+            if run.due:
+                try:
+                    record, better = run.check()
+                except Stopped:  # the next run begins with this check
+                    continue
                 folder.record(record)
                 if watcher is not None and who.first:
                     watcher.epoch(record)
@@ -127,21 +131,35 @@ def _trained(
                 folder.save(run.step, *run.state())
         summary = run.summary()
         who.wait()  # for the files of the first
-        for name in ("best", "final"):
-            summary[name] = run.test(folder.load_weights(name))
+        try:
+            for name in ("best", "final"):
+                summary[name] = run.test(folder.load_weights(name))
+        except Stopped:  # the last checkpoint is written
+            return {**run.summary(), "stopped": stop[0]}
         folder.finish(summary)
         return summary
 
 
-class Run:
-    """A network in training, and everything that changes with it."""
+class Stopped(Exception):
+    """The process was asked to stop while it looked at images, which can be done again."""
 
-    def __init__(self, chosen: Settings, data: Data, who: Team):
+
+class Run:
+    """A network in training, and everything that changes with it.
+
+    Args:
+        chosen: What to do.
+        data: On what.
+        who: This process among others.
+        stop: Gets a reason when the process is asked to stop.
+    """
+
+    def __init__(self, chosen: Settings, data: Data, who: Team, stop: Sequence[str] = ()):
         if chosen.batch % who.size:
             raise ValueError(f"batch={chosen.batch} does not divide among {who.size} processes")
         if chosen.sync_batchnorm and who.device.type != "cuda":
             raise ValueError("sync_batchnorm needs GPUs; use a model without BatchNorm on a CPU")
-        self.chosen, self.who = chosen, who
+        self.chosen, self.who, self.stop = chosen, who, stop
         self.data = data
         self.channels_last = who.device.type == "cuda"
         torch.manual_seed(chosen.seed)
@@ -196,6 +214,12 @@ class Run:
         """The averaged network, where there is one."""
         return self.model if self.average is None else self.average
 
+    @property
+    def due(self) -> bool:
+        """Whether an epoch is over and its record not yet made."""
+        over = self.step > 0 and self.step % self.per_epoch == 0
+        return over and self.record.get("step") != self.step
+
     def advance(self, watcher: Watcher | None = None) -> None:
         """One step."""
         start = time.perf_counter()
@@ -231,11 +255,12 @@ class Run:
 
         Raises:
             FloatingPointError: If the loss is no longer finite.
+            Stopped: If the process was asked to stop; nothing has changed then.
         """
         loss, value, right = self._means()
-        self.sums.zero_()
         held = self.held[: self.chosen.check]
         clean, robust = self.measure(self.train, held) if len(held) else (math.nan, math.nan)
+        self.sums.zero_()
         score = robust if self.chosen.attack else clean
         better = not score <= self.best  # without held-out images the newest is the best
         self.best = score if better else self.best
@@ -271,7 +296,11 @@ class Run:
         return loss, value, right
 
     def measure(self, split: Split, indices: Tensor | None = None) -> tuple[float, float]:
-        """Clean accuracy, and under PGD, of the weights that are evaluated."""
+        """Clean accuracy, and under PGD, of the weights that are evaluated.
+
+        Raises:
+            Stopped: If the process was asked to stop.
+        """
         model, chosen, who = self.evaluated, self.chosen, self.who
         indices = torch.arange(len(split)) if indices is None else indices
         own = indices[who.mine(len(indices))]
@@ -279,6 +308,8 @@ class Run:
         counts = torch.zeros(2, device=who.device)
         model.eval()
         for place in range(0, len(own), size):
+            if self.stop and who.size == 1:  # several could not agree on where
+                raise Stopped
             which = own[place : place + size]
             rest = own[-1:].repeat(size - len(which))
             padded = torch.cat([which, rest])  # one shape, one compiled graph
@@ -423,21 +454,22 @@ class Run:
         training = model.training
         mode = place is None and chosen.attack_mode == "train"
 
-        def attack(images: Tensor, labels: Tensor, start: Tensor | None = None) -> Tensor:
+        def attack(images: Tensor, labels: Tensor, *start: Tensor) -> tuple[Tensor]:
             with frozen(model), self._autocast():
-                return pgd(
+                found = pgd(
                     model, images, labels,
                     radius=chosen.radius, step=chosen.step * chosen.radius, iterations=steps,
-                    ball=chosen.ball, start=start,
+                    ball=chosen.ball, start=start[0] if start else None,
                 )  # fmt: skip
+            return (found,)
 
         model.train(mode)
         inputs = [images, labels] if start is None else [images, labels, start]
         if self.replay is not None:
             key = (model is self.average, mode, steps)
-            attacked = self.replay(key, attack, inputs, model.buffers() if mode else ())
+            (attacked,) = self.replay(key, attack, inputs, model.buffers() if mode else ())
         else:
-            attacked = attack(*inputs)
+            (attacked,) = attack(*inputs)
         model.train(training)
         return attacked
 
@@ -515,10 +547,17 @@ def load_trained(path: Path) -> Trained:
     weights, about = checkpoints.load(path)
     if "classes" not in about:
         raise ValueError(f"{str(path)!r} is a checkpoint; the run's best and final are networks")
-    shape = tuple(about["input_shape"])
-    chosen = from_dict(about["settings"])
-    model = _build(chosen, about["classes"], shape[0], about["mean"], about["std"])
-    model.load_state_dict(weights)
+    try:
+        shape = tuple(int(n) for n in about["input_shape"])
+        chosen = from_dict(about["settings"])
+        rest = int(about["classes"]), shape[0], about["mean"], about["std"]
+        with torch.device("meta"):  # first the sizes: no memory for what does not fit
+            _build(chosen, *rest).load_state_dict(weights, assign=True)
+        model = _build(chosen, *rest)
+        model.load_state_dict(weights)
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise ValueError(f"{str(path)!r} describes no network of ours: {first}") from None
     return Trained(path, chosen, model.eval(), shape)
 
 

@@ -1,0 +1,79 @@
+"""The same in Lightning: a callback that adds the penalty's gradient before every step.
+
+pip install lightning
+python examples/lightning_module.py
+"""
+
+import lightning
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lipbound
+
+
+class LipschitzPenalty(lightning.Callback):
+    """λ Σ log bound of the module's layers; any LightningModule, any optimizer."""
+
+    def __init__(self, weight: float = 0.05, **options):
+        self.weight, self.options = weight, options
+
+    def on_fit_start(self, trainer, module):
+        self.penalty = lipbound.Penalty(module, self.weight, **self.options)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        # Gradients are averaged and unscaled here: every device adds the same.
+        module.log("penalty", self.penalty.add_grad_())
+
+    def on_validation_epoch_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            module.log("log10_product", sum(self._logs(module)))
+
+    def _logs(self, module):
+        return [torch.log10(torch.tensor(b)) for b in self.penalty.bounds().values()]
+
+
+class Digits(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Flatten(), nn.Linear(32 * 4 * 4, 10),
+        )  # fmt: skip
+
+    def forward(self, images):
+        return self.network(images)
+
+    def training_step(self, batch, index):
+        images, labels = batch
+        return nn.functional.cross_entropy(self(images), labels)
+
+    def validation_step(self, batch, index):
+        images, labels = batch
+        self.log("accuracy", (self(images).argmax(1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def main() -> None:
+    lightning.seed_everything(0)
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    data = TensorDataset(images, torch.tensor(digits.target))
+    train, held = torch.utils.data.random_split(data, [1500, 297])
+    trainer = lightning.Trainer(
+        max_epochs=5, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[LipschitzPenalty()],
+    )  # fmt: skip
+    module = Digits()
+    trainer.fit(module, DataLoader(train, 64, shuffle=True), DataLoader(held, 297))
+    found = lipbound.audit(module.network, (1, 8, 8))
+    seen = {name: round(float(value), 3) for name, value in trainer.callback_metrics.items()}
+    print(f"accuracy {seen['accuracy']}  network at most {found.upper:.3g}  {seen}")
+
+
+if __name__ == "__main__":
+    main()

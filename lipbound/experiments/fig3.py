@@ -1,0 +1,85 @@
+"""Figure 3: Jacobian norms of the trained networks, and accuracy against PGD's iterations.
+
+Made from the trainings of ``table2``; it has no computation of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lipbound.experiments import table2
+from lipbound.experiments.request import Request
+
+ON, TINY = table2.ON, table2.TINY
+
+
+def compute(request: Request) -> dict[str, Any]:
+    return from_cells(table2.compute(request)["cells"])
+
+
+def from_cells(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """The final networks of the first seed, tier by tier."""
+    tiers: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        if cell["seed"] == 0:
+            found = cell["final"]
+            tiers.setdefault(cell["tier"], {})[cell["label"]] = {
+                "norms": found["jacobian_norms"]["all"],
+                "against_iterations": found["pgd"]["against_iterations"],
+            }
+    return {"tiers": tiers}
+
+
+def report(record: dict[str, Any]) -> str:
+    rows = []
+    for tier, arms in record["tiers"].items():
+        for label, found in arms.items():
+            norms, curve = sorted(found["norms"]), found["against_iterations"]
+            middle, high = norms[len(norms) // 2], norms[int(0.95 * len(norms))]
+            ten, last = curve.get("10", next(iter(curve.values()))), list(curve)[-1]
+            rows.append(
+                f"| {tier} | {label} | {middle:.2f} | {high:.2f} | {100 * ten:.1f} | "
+                f"{100 * curve[last]:.1f} (after {last}) |"
+            )
+    body = "\n".join(rows)
+    return f"""## Figure 3: Jacobian norms, and accuracy against iterations
+
+![Jacobian norms and accuracy against PGD iterations](fig3.svg)
+
+Final networks of the first seed; PGD with one restart.
+
+| tier | arm | Jacobian norm, median | 95 % | accuracy after 10 iterations | at the end |
+| --- | --- | --- | --- | --- | --- |
+{body}
+"""
+
+
+def figure(record: dict[str, Any], pyplot: Any) -> Any:
+    tiers = record["tiers"]
+    count = max(1, len(tiers))
+    made, axes = pyplot.subplots(
+        count, 2, figsize=(8.6, 3.2 * count), layout="constrained", squeeze=False
+    )
+    for (left, right), (tier, arms) in zip(axes, tiers.items(), strict=True):
+        for index, (label, found) in enumerate(arms.items()):
+            color = f"C{index % 10}"
+            norms = sorted(found["norms"])
+            share = [(i + 1) / len(norms) for i in range(len(norms))]
+            left.step(norms, share, color=color, label=label)
+            curve = found["against_iterations"]
+            steps = [int(n) for n in curve]
+            right.plot(steps, [100 * v for v in curve.values()], marker="o", ms=3, color=color)
+        left.set_xlim(left=0)
+        left.set_xlabel("Jacobian norm")
+        left.set_ylabel("share of images below")
+        left.set_title(f"tier {tier}", loc="left")
+        left.legend(frameon=False, fontsize=7)
+        right.set_xscale("symlog")
+        right.set_xticks([0, 1, 10, 100], labels=["0", "1", "10", "100"])
+        right.set_xlabel("PGD iterations")
+        right.set_ylabel("accuracy, %")
+        for axis in (left, right):
+            axis.grid(color="#e8e8e8")
+            for side in ("top", "right"):
+                axis.spines[side].set_visible(False)
+    return made

@@ -1,0 +1,172 @@
+"""Train networks arm by arm and seed by seed, attack each, and keep a record of each.
+
+A *tier* is a plan of such trainings: one kind of network on one kind of data, small enough for the
+time there is, and always named by what it is. A cell of it is one arm with one seed. Its record is
+appended when the cell is done; the next call goes on with those that are missing, and with a
+training that was interrupted where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lipbound.experiments.packed  # noqa: F401  adds its data sets
+from lipbound.records import append, provenance, read
+from lipbound.robust.assess import assess, networks
+from lipbound.robust.data import DATA, Data
+from lipbound.robust.folder import lock
+from lipbound.robust.plan import Plan
+from lipbound.robust.settings import Settings, as_dict, settings
+from lipbound.robust.train import train
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A plan of trainings.
+
+    Attributes:
+        says: What it is, for readers.
+        common: Settings all arms share, over the preset.
+        arms: Label → settings of the arm, its name in ``ARMS`` among them.
+        seeds: Label → how many; one for arms that are not named.
+        plan: Attacks on the best and the final network.
+        images: Test images they get.
+        autoattack: How many of these AutoAttack gets, of the final network.
+        jacobians: At how many the Jacobian's norm is measured.
+        preset: A name in ``PRESETS``.
+        also: Further radii for PGD.
+    """
+
+    says: str
+    common: dict[str, Any]
+    arms: dict[str, dict[str, Any]]
+    seeds: dict[str, int] = field(default_factory=dict)
+    plan: Plan = field(default_factory=Plan)
+    images: int = 1000
+    autoattack: int = 500
+    jacobians: int = 500
+    preset: str = "paper-cifar"
+    also: tuple[float, ...] = ()
+
+    def cells(self) -> Iterator[tuple[str, int]]:
+        """Arms and seeds; a first seed of every arm before any second one."""
+        most = max((self.seeds.get(label, 1) for label in self.arms), default=0)
+        for seed in range(most):
+            for label in self.arms:
+                if seed < self.seeds.get(label, 1):
+                    yield label, seed
+
+    def settings(self, label: str, seed: int) -> Settings:
+        return settings(preset=self.preset, **{**self.common, **self.arms[label], "seed": seed})
+
+
+def work(
+    name: str,
+    tier: Tier,
+    out: Path,
+    *,
+    folder: Path | None = None,
+    device: str | None = None,
+    minutes: float | None = None,
+    only: tuple[str, ...] = (),
+    say: Say = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Do the cells that are missing, as far as the time goes; the records of all that are done.
+
+    Args:
+        name: Of the tier.
+        tier: What to do.
+        out: Folder of runs; records go to ``cells.jsonl`` in it.
+        folder: Where the data lies.
+        device: ``cpu`` or ``cuda``; the GPU if there is one.
+        minutes: After which no training goes on; no end without it.
+        only: Labels, if not all.
+        say: Is told what is being done.
+
+    Raises:
+        ValueError: Naming an arm the tier does not have.
+    """
+    unknown = [label for label in only if label not in tier.arms]
+    if unknown:
+        raise ValueError(f"tier {name} has no {unknown[0]!r}; there are {', '.join(tier.arms)}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    path = out / "cells.jsonl"
+    end = time.monotonic() + 60 * minutes if minutes is not None else None
+    data: Data | None = None
+    for label, seed in tier.cells():
+        done = {(r["tier"], r["label"], r["seed"]) for r in read(path)}
+        if (name, label, seed) in done or (only and label not in only):
+            continue
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        chosen = tier.settings(label, seed)
+        data = data or DATA[chosen.data](folder)
+        say(f"tier {name}, {label}, seed {seed}")
+        where = out / name / f"{label.replace(' ', '-')}-{seed}"
+        claim = lock(where.with_name(f"{where.name}.claim"))
+        if claim is None:
+            say("another process is at it")
+            continue
+        with claim:
+            record = cell(tier, chosen, data, where, device, left, say)
+            if record is None:
+                break
+            append(path, {"tier": name, "label": label, "seed": seed, **record})
+    return [r for r in read(path) if r["tier"] == name]
+
+
+def cell(
+    tier: Tier, chosen: Settings, data: Data, where: Path, device: str, left: float | None,
+    say: Say,
+) -> dict[str, Any] | None:  # fmt: skip
+    """One training and the attacks on what came of it; nothing if the time was too short."""
+    start = time.perf_counter()
+    summary = train(chosen, data, where, resume=True, device=device, time_limit=left)
+    if summary["stopped"]:
+        say(f"stopped at step {summary['step']}: {summary['stopped']}")
+        return None
+    trained = time.perf_counter() - start
+    torch._dynamo.reset()  # what was compiled for training is of no use below
+    images = data.test.load(torch.arange(min(tier.images, len(data.test))))
+    few = (images[0][: tier.autoattack], images[1][: tier.autoattack])
+    found: dict[str, Any] = {}
+    for network in networks(where):
+        kind = network.path.stem
+        say(f"{kind}:")
+        options: dict[str, Any] = {"jacobians": tier.jacobians, "certify": True}
+        options["curves"] = options["doubts"] = chosen.seed == 0 and kind == "final"
+        found[kind] = assess(
+            network, None, images, tier.plan, torch.device(device), progress=say, **options
+        )
+        found[kind]["also"] = {
+            f"{radius:g}": assess(
+                network, None, images, replace(tier.plan, attacks=("pgd",), radius=radius),
+                torch.device(device), curves=False, doubts=False,
+            )["pgd"]
+            for radius in tier.also
+        }  # fmt: skip
+        if tier.autoattack and kind == "final":
+            say("autoattack")
+            plan = replace(tier.plan, attacks=("autoattack",))
+            whole = assess(network, None, few, plan, torch.device(device), doubts=False)
+            found[kind]["autoattack"] = whole["autoattack"]
+    kept = ("epoch", "held_out_accuracy", "held_out_pgd_accuracy", "train_accuracy", "loss")
+    epochs = [{k: r[k] for k in kept} for r in read(where / "records.jsonl")]
+    return {
+        "settings": as_dict(chosen),
+        "training": summary,
+        "epochs": epochs,
+        **found,
+        "training_seconds": round(trained, 1),
+        "seconds": round(time.perf_counter() - start, 1),
+        **provenance(device, chosen.seed),
+    }

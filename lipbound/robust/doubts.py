@@ -1,0 +1,200 @@
+"""Signs that an attack failed rather than that the network resisted (Carlini et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipbound.robust.attacks import Found, ascent, cross_entropy, margin, pgd, random_search
+from lipbound.robust.balls import BALLS
+from lipbound.robust.plan import Plan
+from lipbound.robust.strongest import strongest_pgd
+from lipbound.robust.verify import valid, verified
+
+
+def better(one: Tensor, other: Tensor) -> bool:
+    """Whether the first attack breaks more of the same images, beyond chance (one-sided 5 %)."""
+    only, others = int((one & ~other).sum()), int((other & ~one).sum())
+    return only - others > max(1.0, 1.645 * math.sqrt(only + others))
+
+
+@dataclass
+class Case:
+    """Some images of an evaluation, and what was noticed.
+
+    Attributes:
+        model: In eval mode.
+        x: Images.
+        y: Labels.
+        clean: Which are mistakes as they are.
+        plan: Of the evaluation.
+        found: What its attacks found for these images.
+        surrogate: Another network for the same images.
+        evidence: What the doubts rest on, by name.
+        said: The doubts.
+    """
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    clean: Tensor
+    plan: Plan
+    found: dict[str, Found]
+    surrogate: nn.Module | None
+    evidence: dict[str, Any] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    def note(self, name: str, broken: Tensor) -> Tensor:
+        """Keep the accuracy that is left as evidence."""
+        self.evidence[name] = share(broken)
+        return broken
+
+    def looked(self, attacked: Tensor) -> Tensor:
+        """Whether images are broken, on a second look."""
+        return verified(self.model, attacked, self.y, self.plan.batch) | self.clean
+
+    def last(
+        self, iterations: int, radius: float | None = None, network: nn.Module | None = None
+    ) -> Tensor:
+        """Broken by the last iterate of plain PGD."""
+        radius = self.plan.radius if radius is None else radius
+        return self.looked(
+            pgd(
+                network or self.model, self.x, self.y, radius=radius, step=self.plan.step * radius,
+                iterations=iterations, ball=self.plan.ball,
+            )
+        )  # fmt: skip
+
+
+def share(broken: Tensor) -> float:
+    """The accuracy that is left."""
+    return 1 - float(broken.float().mean())
+
+
+def doubt(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    mistakes: Tensor,
+    plan: Plan,
+    found: dict[str, Found],
+    surrogate: nn.Module | None = None,
+) -> tuple[list[str], dict[str, Any]]:
+    """What casts doubt on an evaluation, and the evidence, on at most 200 images."""
+    few = slice(0, 200)
+    kept = {
+        name: Found(*(getattr(attack, f)[few] for f in vars(attack)))
+        for name, attack in found.items()
+    }
+    case = Case(model, images[few], labels[few], mistakes[few], plan, kept, surrogate)
+    case.evidence["images"] = len(case.x)
+    case.note("clean", case.clean)
+    for look in LOOKS:
+        look(case)
+    return case.said, case.evidence
+
+
+@torch.no_grad()
+def _deterministic(case: Case) -> None:
+    same = torch.allclose(case.model(case.x), case.model(case.x), rtol=1e-4, atol=1e-5)
+    case.evidence["deterministic"] = bool(same)
+    if not same:
+        case.said.append(
+            "the model answers the same images differently: average over its randomness"
+        )
+
+
+def _more_iterations(case: Case) -> None:
+    short, long = case.note("pgd_10", case.last(10)), case.note("pgd_50", case.last(50))
+    if better(short, long):
+        case.said.append(
+            f"more iterations help the defence: {share(short):.3f} after 10, "
+            f"{share(long):.3f} after 50"
+        )
+
+
+def _rivals(case: Case) -> None:
+    """Other attacks should not do better than the ones that were run."""
+    plan, x, y = case.plan, case.x, case.y
+    white = case.last(50)
+    for name in ("pgd", "autoattack"):
+        if name in case.found:
+            white = white | valid(
+                case.found[name], x, y, case.clean, case.model, plan.ball, plan.radius, plan.batch
+            )
+    case.note("white_box", white)
+    longer = case.note("pgd_250", case.last(250))
+    if better(longer, white):
+        case.said.append(f"the attack had not converged: {share(longer):.3f} after 250 iterations")
+    blind = random_search(
+        case.model, x, y, radius=plan.radius, ball=plan.ball, seed=plan.seed
+    ).images
+    margins = strongest_pgd(
+        case.model, x, y, radius=plan.radius, step=plan.step * plan.radius, iterations=50,
+        ball=plan.ball, loss="margin", seed=plan.seed,
+    ).images  # fmt: skip
+    rivals = {
+        "random_search": ("an attack without gradients does better", case.looked(blind)),
+        "margin": ("the margin's gradient does better", case.looked(margins)),
+    }
+    if case.surrogate is not None:
+        moved = case.last(50, network=case.surrogate)
+        rivals["transfer"] = ("images made for another network do better", moved)
+    for name, (text, broken) in rivals.items():
+        if better(case.note(name, broken), white):
+            case.said.append(
+                f"{text} ({share(broken):.3f}) than the attack itself ({share(white):.3f})"
+            )
+
+
+def _large_radii(case: Case) -> None:
+    limit = 1.0 if case.plan.ball == "linf" else math.sqrt(case.x[0].numel())
+    radii = (case.plan.radius, limit / 4, limit / 2, limit)
+    curve = {f"{r:.4f}": share(case.last(20, r)) for r in radii}
+    case.evidence["against_radius"] = curve
+    least = min(curve.values())
+    if least > max(0.1 * case.evidence["clean"], 1.5 / len(case.x)):
+        case.said.append(f"accuracy stays at {least:.3f} however large the perturbation")
+
+
+def _gradients(case: Case) -> None:
+    attacked = case.x.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = cross_entropy(case.model(attacked), case.y).sum()
+        (gradient,) = torch.autograd.grad(loss, attacked)
+    sizes = gradient.flatten(1).abs().amax(1)
+    case.evidence["images_without_gradient"] = zero = float((sizes < 1e-10).float().mean())
+    if zero > 0.05:
+        case.said.append(f"{100 * zero:.0f} % of the images have no gradient at all: it is masked")
+    if not bool(gradient.isfinite().all()):
+        case.said.append("gradients are not all numbers: the attack cannot follow them")
+
+
+@torch.no_grad()
+def _promise(case: Case) -> None:
+    """The margin's change along its gradient, as part of what the gradient says; the median.
+
+    Of images that have a gradient; 1 if none has.
+    """
+    _, before, gradient = ascent(case.model, case.x, case.y, margin)
+    change = case.plan.radius / 10 * BALLS[case.plan.ball].ascend(gradient)
+    promised = (gradient * change).flatten(1).sum(1)
+    ratio = (margin(case.model(case.x + change), case.y) - before) / promised
+    ratio = ratio[(promised > 0) & promised.isfinite()].nan_to_num(0.0, 0.0, 0.0)
+    case.evidence["promise_kept"] = kept = float(ratio.median()) if len(ratio) else 1.0
+    if kept < 0.4:
+        case.said.append(
+            f"over a tenth of the radius the margin changes by {100 * kept:.0f} % of what "
+            f"its gradient promises: the gradient is of something finer"
+        )
+
+
+LOOKS: tuple[Callable[[Case], None], ...] = (
+    _deterministic, _more_iterations, _large_radii, _gradients, _promise, _rivals,
+)  # fmt: skip
+"""What is looked at, one after the other."""

@@ -1,0 +1,232 @@
+"""What to try against a network, and how to compute it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipbound.robust.attacks import LOSSES, Found, Logits, autoattack, perturbation_norms
+from lipbound.robust.balls import BALLS
+from lipbound.robust.freeze import frozen
+from lipbound.robust.replay import Replay
+from lipbound.robust.smallest import carlini_wagner
+from lipbound.robust.strongest import strongest_pgd
+from lipbound.robust.verify import tf32, verified
+
+SLACK = {"float32": 0.0, "tf32": 0.0, "bfloat16": 0.1}
+"""Precision of the search → by how much a margin must exceed 0 to count as broken there.
+
+Whatever the search computes in, what it found is looked at once more in float32.
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to try.
+
+    Attributes:
+        attacks: Names in ``ATTACKS``.
+        ball: Of PGD, AutoAttack and the doubts.
+        radius: Of that ball.
+        step: Of PGD, as part of the radius.
+        iterations: Of PGD.
+        restarts: Of PGD.
+        loss: Of PGD, a name in ``LOSSES``.
+        decay: Whether PGD's steps shrink.
+        radii: L2 radii at which Carlini & Wagner's perturbations count.
+        searches: Of Carlini & Wagner's constant.
+        search_steps: Steps for each.
+        constant: Of Carlini & Wagner, to begin with; near 1 it needs fewer searches.
+        batch: Images at a time.
+        seed: Of everything random.
+        precision: Of the searches of PGD and Carlini & Wagner (for whom bfloat16 is too coarse:
+            he gets tf32), and tf32 for AutoAttack if it is not float32.
+        compile: ``torch.compile`` the network for the searches.
+        graphs: Replay the searches as CUDA graphs, on a GPU.
+
+    Raises:
+        ValueError: Naming what makes no sense.
+    """
+
+    attacks: tuple[str, ...] = ("pgd",)
+    ball: str = "linf"
+    radius: float = 8 / 255
+    step: float = 0.2
+    iterations: int = 200
+    restarts: int = 10
+    loss: str = "alternate"
+    decay: bool = False
+    radii: tuple[float, ...] = (0.6, 0.8)
+    searches: int = 9
+    search_steps: int = 200
+    constant: float = 1e-3
+    batch: int = 500
+    seed: int = 0
+    precision: str = "float32"
+    compile: bool = False
+    graphs: bool = True
+
+    def __post_init__(self) -> None:
+        for kind, names, table in (
+            ("attack", self.attacks, ATTACKS), ("ball", (self.ball,), BALLS),
+            ("loss", (self.loss,), LOSSES), ("precision", (self.precision,), SLACK),
+        ):  # fmt: skip
+            unknown = [name for name in names if name not in table]
+            if unknown:
+                raise ValueError(f"unknown {kind} {unknown[0]!r}; there are {', '.join(table)}")
+        for name in ("iterations", "restarts", "searches", "search_steps", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
+        for name, radius in (
+            ("radius", self.radius), ("constant", self.constant),
+            *(("radii", r) for r in self.radii),
+        ):  # fmt: skip
+            if not 0 < radius < math.inf:
+                raise ValueError(f"{name}={radius!r} must be positive")
+        if self.ball == "linf" and self.radius > 1:
+            raise ValueError(f"radius={self.radius:g} in linf exceeds all of [0, 1]; 8/255 say")
+        if "autoattack" in self.attacks and importlib.util.find_spec("pyautoattack") is None:
+            raise ValueError("AutoAttack comes with: pip install 'lipbound[attacks]'")
+        if {"cw", "cw-projected"} & set(self.attacks) and not self.radii:
+            raise ValueError("Carlini & Wagner's attack needs radii, 0.6 say")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A network as the searches compute it.
+
+    Attributes:
+        model: In eval mode, its parameters without gradients.
+        logits: The same, compiled if that is wanted.
+        replay: For graphs, where there are any.
+        plan: What to try.
+    """
+
+    model: nn.Module
+    logits: Logits
+    replay: Replay | None
+    plan: Plan
+
+    @contextmanager
+    def at(self, precision: str) -> Iterator[Logits]:
+        """The logits in a precision."""
+        with tf32(precision == "tf32"):
+            if precision != "bfloat16":
+                yield self.logits
+                return
+
+            def rough(images: Tensor) -> Tensor:
+                with torch.autocast(images.device.type, torch.bfloat16):
+                    return self.logits(images)
+
+            yield rough
+
+
+@contextmanager
+def engine(model: nn.Module, images: Tensor, plan: Plan) -> Iterator[Engine]:
+    """The network made ready for a plan's searches on these images."""
+    logits: Logits = torch.compile(model, dynamic=False) if plan.compile else model
+    replay = Replay() if plan.graphs and images.is_cuda else None
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or replay is not None  # one shape, many times
+    try:
+        with frozen(model):
+            yield Engine(model, logits, replay, plan)
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def strongest(on: Engine, images: Tensor, labels: Tensor, radius: float, **options: Any) -> Found:
+    """The plan's PGD, at a radius, with some options changed."""
+    plan = on.plan
+    chosen: dict[str, Any] = {
+        "ball": plan.ball,
+        "loss": plan.loss,
+        "decay": plan.decay,
+        "seed": plan.seed,
+    }
+    chosen |= {"iterations": plan.iterations, "restarts": plan.restarts, **options}
+    with on.at(plan.precision) as logits:
+        return strongest_pgd(
+            logits, images, labels, radius=radius, step=plan.step * radius,
+            confidence=SLACK[plan.precision], width=plan.batch, replay=on.replay, **chosen,
+        )  # fmt: skip
+
+
+def _pgd(on: Engine, images: Tensor, labels: Tensor) -> Found:
+    return strongest(on, images, labels, on.plan.radius)
+
+
+def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
+    """For every radius anew: the smallest ball in which an image was broken counts."""
+    found: Found | None = None
+    for radius in sorted(on.plan.radii, reverse=True):
+        new = strongest(on, images, labels, radius, ball="l2", loss="margin", decay=False)
+        keep = new.broken.reshape(-1, 1, 1, 1)
+        found = new if found is None else Found(
+            torch.where(keep, new.images, found.images),
+            new.broken | found.broken,
+            torch.where(new.broken, new.norms, found.norms),
+            torch.where(new.broken, new.iteration, found.iteration),
+        )  # fmt: skip
+    assert found is not None
+    return found
+
+
+def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
+    plan, parts = on.plan, []
+    precision = "float32" if plan.precision == "float32" else "tf32"
+    for x, y in zip(images.split(plan.batch), labels.split(plan.batch), strict=True):
+        short = plan.batch - len(x) if on.replay is not None else 0  # a graph has one shape
+        some = torch.arange(len(x) + short, device=x.device) % len(x)
+        with on.at(precision) as logits:
+            found = carlini_wagner(
+                logits, x[some], y[some], steps=plan.search_steps, searches=plan.searches,
+                constant=plan.constant,                replay=on.replay,
+            )  # fmt: skip
+        parts.append([getattr(found, name)[: len(x)] for name in vars(found)])
+    whole = Found(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return pushed(on.model, images, labels, whole, plan.batch)
+
+
+def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch: int) -> Found:
+    """Perturbations a little longer where float32 does not agree that they are long enough.
+
+    The smallest ones end at the boundary itself, which another precision sees elsewhere.
+    """
+    kept = found.images
+    for factor in (1.002, 1.005, 1.01, 1.02, 1.05):
+        short = found.broken & ~verified(model, kept, labels, batch)
+        if not bool(short.any()):
+            break
+        longer = (images + factor * (found.images - images)).clamp(0, 1)
+        kept = torch.where(short.reshape(-1, 1, 1, 1), longer, kept)
+    norms = torch.where(found.broken, perturbation_norms(kept, images, "l2"), torch.inf)
+    return replace(found, images=kept, norms=norms)
+
+
+def _autoattack(on: Engine, images: Tensor, labels: Tensor) -> Found:
+    plan = on.plan
+    with tf32(plan.precision != "float32"):
+        return autoattack(
+            on.model, images, labels, radius=plan.radius, ball=plan.ball, seed=plan.seed,
+            batch=plan.batch,
+        )  # fmt: skip
+
+
+Attack = Callable[[Engine, Tensor, Tensor], Found]
+
+ATTACKS: dict[str, Attack] = {
+    "pgd": _pgd,
+    "cw": _carlini_wagner,
+    "cw-projected": _projected,
+    "autoattack": _autoattack,
+}
+"""Name → attack. ``cw`` minimizes the norm, ``cw-projected`` stays in each ball in turn."""

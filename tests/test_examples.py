@@ -1,0 +1,86 @@
+"""The examples: as the page shows them, and running where their packages are."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ("plain_loop", "lightning_module", "factory_model")
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_every_example_as_it_is():
+    shown = re.findall(r"```python\n(.*?)```\n", (ROOT / "docs" / "examples.md").read_text(), re.S)
+    assert shown == [(ROOT / "examples" / f"{name}.py").read_text() for name in NAMES]
+    assert {p.stem for p in (ROOT / "examples").glob("*.py")} == set(NAMES)
+
+
+def test_a_plain_loop():
+    pytest.importorskip("sklearn", reason="scikit-learn's digits")
+    import lipbound
+
+    example = load(ROOT / "examples" / "plain_loop.py")
+    networks = [example.train(weight, epochs=2) for weight in (0.0, 0.2)]
+    free, held = (lipbound.audit(model, (1, 8, 8), search=0).upper for model, _ in networks)
+    assert held < 0.8 * free
+    assert min(accuracy for _, accuracy in networks) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("name", "packages"),
+    [("lightning_module", ["lightning"]), ("factory_model", ["timm", "pytorchcv.models"])],
+)
+def test_with_other_libraries(name, packages, capsys):
+    for package in packages:
+        try:
+            importlib.import_module(package)
+            break
+        except (ImportError, RuntimeError):
+            continue
+    else:
+        pytest.skip(f"none of {', '.join(packages)} imports here; `make outside` installs them")
+    load(ROOT / "examples" / f"{name}.py").main()
+    assert "network at most" in capsys.readouterr().out
+
+
+def test_dependencies_have_ranges_and_the_lock_lies_in_them():
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [r for found in project["optional-dependencies"].values() for r in found]
+    wanted = [Requirement(r) for r in (*project["dependencies"], *extras)]
+    wanted = [r for r in wanted if r.name != "lipbound"]
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pinned = {name.lower().replace("_", "-"): version for name, version in locked.items()}
+    assert len(pinned) == len(locked)
+    for requirement in wanted:
+        assert {s.operator for s in requirement.specifier} == {">=", "<"}, requirement
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+
+
+def test_an_audit_of_dependencies_never_passes_in_silence(capsys, monkeypatch):
+    tool = load(ROOT / "tools" / "audit_deps.py")
+    clean = {"name": "a", "version": "1", "vulns": []}
+    listed = {"name": "b", "version": "2", "vulns": [{"id": "X-1", "fix_versions": ["3"]}]}
+    skipped = {"name": "c", "skip_reason": "not found"}
+    cases = {0: [[clean]], 1: [[clean, listed], [listed, skipped]], 2: [[clean, skipped], []]}
+    for code, lists in cases.items():
+        assert [tool.verdict(found) for found in lists] == [code] * len(lists)
+    out, err = capsys.readouterr()
+    assert "b 2: X-1, fixed in 3" in out
+    assert "NOT audited" in err
+    monkeypatch.setattr(tool.importlib.util, "find_spec", lambda _: None)
+    assert tool.main("requirements.lock") == 2
+    assert "pip install pip-audit" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""Ask the advisory database about every package of the lock; silence is no answer.
+
+    python tools/audit_deps.py requirements.lock
+
+Needs ``pip install pip-audit`` beside it, and the network. Exit codes: 0 nothing is known, 1
+something is, 2 not audited, and why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+
+def main(lock: str) -> int:
+    if importlib.util.find_spec("pip_audit") is None:
+        return stop("pip-audit is not installed here: pip install pip-audit")
+    run = [sys.executable, "-m", "pip_audit", "--requirement", lock, "--no-deps", "--disable-pip",
+           "--progress-spinner", "off", "--format", "json"]  # fmt: skip
+    done = subprocess.run(run, capture_output=True, text=True)
+    try:
+        found = json.loads(done.stdout)["dependencies"]
+    except (ValueError, KeyError, TypeError):
+        last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        return stop(f"pip-audit ended with {done.returncode}: {last[:300]}")
+    return verdict(found)
+
+
+def verdict(found: list[dict]) -> int:
+    """What pip-audit's list means. It calls it a success when it could look nothing up."""
+    known = [(d["name"], d["version"], v) for d in found for v in d.get("vulns", [])]
+    for name, version, entry in known:
+        fixed = ", ".join(entry.get("fix_versions", [])) or "no version yet"
+        print(f"{name} {version}: {entry['id']}, fixed in {fixed}")
+    skipped = [d["name"] for d in found if "skip_reason" in d]
+    if known:
+        print(f"audit-deps: {len(known)} known", file=sys.stderr)
+        return 1
+    if skipped or not found:
+        few = ", ".join(skipped[:3])
+        return stop(
+            f"the service does not know {len(skipped)} of {len(found)} packages ({few} ...)"
+        )
+    print(f"audit-deps: nothing is known against {len(found)} packages")
+    return 0
+
+
+def stop(reason: str) -> int:
+    print(f"audit-deps: NOT audited: {reason}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
