@@ -132,9 +132,11 @@ class Penalty:
         """Each factor's constant by the layer's name, floor not applied.
 
         Proved for ``'lipbound'``: at least the layer's Lipschitz constant, for every input size.
-        Of shared weights the first layer stands for all.
+        ∞ where the weights are so large that their squares overflow. Of shared weights the first
+        layer stands for all.
         """
         logs = self._terms.logs(-math.inf).double()
+        logs = torch.where(logs.isnan(), math.inf, logs)  # ∞ − ∞ in a transform
         counts = torch.tensor([f.count for f in self.factors], dtype=torch.float64)
         up = 1 + 4 * torch.finfo(torch.float32).eps * (1 + logs.abs().cpu())  # of a float32 log
         values = (logs.cpu() / counts).exp() * (up if self.method == "lipbound" else 1.0)

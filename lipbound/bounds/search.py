@@ -89,8 +89,11 @@ class Search:
     def run(self, cells: Cells, divide: Callable[[Cells], Cells | None]) -> Tensor:
         """Prove all cells, dividing those that fail; returns the upper end per layer."""
         self._improve(cells, steps=FEW)
-        if self.cap is None and bool((self.field.flat_bound() <= self._target()[self.owner]).all()):
-            return self._target()
+        if self.cap is None:  # layers that are flat need no cells, whoever shares the batch
+            curved = self.field.flat_bound() > self._target()[self.owner]
+            cells = cells[(self._largest(curved.double()) > 0)[self.owner[cells.block]]]
+            if not len(cells.block):
+                return self._target()
         retries = 0
         while True:
             passed = self._prove(cells, self._target())
