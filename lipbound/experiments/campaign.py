@@ -51,7 +51,7 @@ def search(task: Task) -> Tally:
 
 
 def networks(task: Task) -> Tally:
-    from lipbound.experiments.random_networks import check_networks
+    from lipbound.experiments.network_checks import check_networks
 
     return check_networks(range(task.first, task.stop), task.device)
 
@@ -67,8 +67,8 @@ class Part:
 
 PARTS = {
     "layers": Part(layers, 8, 0.7),
-    "search": Part(search, 2, 0.1),
-    "networks": Part(networks, 20, 0.2),
+    "search": Part(search, 2, 0.08),
+    "networks": Part(networks, 20, 0.22),
 }
 
 
@@ -205,16 +205,17 @@ def campaign(
             busy[mine] = process
             mine.send(schedule.task(device, weights))
         while busy:
+            pipe: Any
             for pipe in wait(list(busy), timeout=1.0):
                 try:
-                    record = pipe.recv()  # type: ignore[union-attr]
+                    record = pipe.recv()
                 except EOFError:
                     raise RuntimeError("a worker died; its seeds come again next time") from None
                 records.append(path, record)
                 schedule.spent[record["part"]] += record["seconds"]
                 progress.saw(record)
                 if time.monotonic() < end:
-                    pipe.send(schedule.task(device, weights))  # type: ignore[union-attr]
+                    pipe.send(schedule.task(device, weights))
                 else:
                     busy.pop(pipe).terminate()
             progress.show()

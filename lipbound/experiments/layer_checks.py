@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lipbound import BOUNDS, Bracket, Penalty, bound, brackets, constrain, convolution
 from lipbound.experiments.oracles import Symbols, operator_norms
-from lipbound.experiments.random_layers import Stack, counted, random_stack
+from lipbound.experiments.random_layers import Stack, counted, module, random_stack
 from lipbound.experiments.shrinking import reproduction, shrink, simpler_layers
 from lipbound.experiments.tally import Tally
 
@@ -61,7 +61,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Known:
-    """Truths of a stack: ``any_size`` for bounds that hold for every input, ``here`` at its size."""
+    """Truths of a stack: for bounds that hold for every input, and at the stack's own size."""
 
     any_size: Tensor
     here: Tensor | None
@@ -117,10 +117,10 @@ def _spectral(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterab
     """The differentiable path, which polishes the peak; a few layers, it is the slowest."""
     few = _share(layers, 32)
     for layer in few:
-        layer.weight.requires_grad_(True)  # type: ignore[union-attr]
+        layer.weight.requires_grad_(True)
     values = [bound(layer, "spectral", rtol=stack.settings.rtol).item() for layer in few]
     for layer in few:
-        layer.weight.requires_grad_(False)  # type: ignore[union-attr]
+        layer.weight.requires_grad_(False)
     yield Claim("spectral", values, known.any_size[: len(few)])
 
 
@@ -149,9 +149,11 @@ def _constrained(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Ite
     if not few:
         return
     limits = [LIMIT * float(truth[i]) for i in few]
-    held = [constrain(stack.modules()[i].eval(), n) for i, n in zip(few, limits, strict=True)]
-    weights = tuple(layer.weight.detach() for layer in held)  # type: ignore[union-attr]
-    left = replace(stack, kernels=weights, settings=replace(stack.settings, rtol=1e-3))
+    weights = []
+    for i, limit in zip(few, limits, strict=True):
+        held: Any = constrain(module(stack.kernels[i], stack.options).eval(), limit)
+        weights.append(held.weight.detach())
+    left = replace(stack, kernels=tuple(weights), settings=replace(stack.settings, rtol=1e-3))
     after = Symbols(left).peaks(torch.zeros(len(few), stack.dims)).cpu()
     if stack.size is not None:
         after = torch.maximum(after, operator_norms(left).cpu())

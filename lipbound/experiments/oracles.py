@@ -62,9 +62,14 @@ class Symbols:
         return self.per_layer(self.largest(each[:, None])[:, 0])
 
     def peaks(self, start: Tensor) -> Tensor:
-        """The largest σ1 found: uphill from a grid's best point, or from ``start`` if that is more.
+        """The largest σ1 found for every layer, from ``start``, ``(layers, D)``, or elsewhere."""
+        return self.per_layer(self.climb(start)[0])
 
-        ``(layers, D)`` → ``(layers,)``.
+    @torch.no_grad()
+    def climb(self, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Uphill from a grid's best point, or from ``start``, ``(layers, D)``, if that is more.
+
+        Returns every block's largest σ1, ``(blocks,)``, and where, ``(blocks, D)``.
         """
         per_degree = {0: 1, 1: 8, 2: 4, 3: 3}[len(self.sizes)]
         samples = tuple(max(1, per_degree * (m - 1)) for m in self.sizes)
@@ -72,23 +77,21 @@ class Symbols:
         start = start.to(self.flat).repeat_interleave(self.blocks // self.layers, 0)
         points = torch.cat([points.expand(self.blocks, *points.shape), start[:, None]], 1)
         best, place = self.largest(points).max(1)
-        moving = [axis for axis, m in enumerate(self.sizes) if m > 1]
-        if not moving:
-            return self.per_layer(best)
         each = torch.arange(self.blocks, device=place.device)
-        here = points[each, place]  # (blocks, D)
+        here = points[each, place]
+        moving = [axis for axis, m in enumerate(self.sizes) if m > 1]
         moves = torch.zeros(2 * len(moving), len(self.sizes)).to(self.flat)
         for row, axis in enumerate(moving):
             reach = math.pi / samples[axis]
             moves[2 * row, axis], moves[2 * row + 1, axis] = reach, -reach
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS if moving else 0):
             tried = here[:, None] + moves
             values, place = self.largest(tried).max(1)
             better = values > best
             best = torch.where(better, values, best)
             here = torch.where(better[:, None], tried[each, place], here)
             moves = moves / 2
-        return self.per_layer(best)
+        return best, here
 
 
 def norms(matrices: Tensor) -> Tensor:

@@ -73,11 +73,11 @@ def _plainer(stack: Stack) -> Iterator[Stack]:
     plain = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0}
     options = stack.options
     for name, least in plain.items():
-        value = options.get(name)
+        value: Any = options.get(name, ())
         if isinstance(value, str):
             yield replace(stack, options={**options, name: (0,) * stack.dims})
             continue
-        for axis, here in enumerate(value or ()):
+        for axis, here in enumerate(value):
             if here != least:
                 changed = (*value[:axis], least, *value[axis + 1 :])
                 yield replace(stack, options={**options, name: changed})
