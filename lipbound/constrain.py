@@ -118,7 +118,7 @@ class Constrained(nn.Module):
             conv = replace(self.conv, kernel=rounded)
             spectral = self.method == "spectral"
             upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
-            if upper <= self.norm * (1 + 1e-7):
+            if upper <= self.norm:
                 break
             least = scale * (1 - unit)  # rounding must not stop it
             scale = float(torch.tensor(min(scale * self.norm / upper, least), dtype=kind))

@@ -170,11 +170,13 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
 def work(pipe: Any) -> None:
     """A worker: tasks come in, records go out, until the pipe closes."""
     import signal
+    import warnings
 
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of PyTorch, about layers no one would build
     try:
         while (task := pipe.recv()) is not None:
             pipe.send(run_task(task))

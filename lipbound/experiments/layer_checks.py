@@ -149,9 +149,11 @@ def _constrained(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Ite
     if not few:
         return
     limits = [LIMIT * float(truth[i]) for i in few]
+    method = list(BOUNDS)[stack.seed % len(BOUNDS)]
     weights = []
     for i, limit in zip(few, limits, strict=True):
-        held: Any = constrain(module(stack.kernels[i], stack.options).eval(), limit)
+        layer = module(stack.kernels[i], stack.options).eval()
+        held: Any = constrain(layer, limit, method)
         weights.append(held.weight.detach())
     left = replace(stack, kernels=tuple(weights), settings=replace(stack.settings, rtol=1e-3))
     after = Symbols(left).peaks(torch.zeros(len(few), stack.dims)).cpu()
