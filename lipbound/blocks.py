@@ -30,7 +30,7 @@ from lipbound.geometry import Layer
 from lipbound.progress import Progress, silent
 from lipbound.rules import Linear, Step, Value
 from lipbound.rules.values import up
-from lipbound.symbol import evaluate, grid, radians
+from lipbound.symbol import evaluate, grid, positions, radians
 
 ROUNDING = 2.0**-40  # thousands of float64 roundings
 RELU = ("aten.relu", "aten.relu_")
@@ -48,7 +48,7 @@ class Laurent:
     def __matmul__(self, other: Laurent) -> Laurent:
         sizes = [a + b - 1 for a, b in zip(self.taps.shape[2:], other.taps.shape[2:], strict=True)]
         result = self.taps.new_zeros(self.taps.shape[0], other.taps.shape[1], *sizes)
-        for a in torch.cartesian_prod(*[torch.arange(n) for n in self.taps.shape[2:]]).tolist():
+        for a in positions(self.taps.shape[2:]).tolist():
             where = tuple(slice(i, i + n) for i, n in zip(a, other.taps.shape[2:], strict=True))
             mine = self.taps[(slice(None), slice(None), *a)]
             result[(slice(None), slice(None), *where)] += torch.einsum(
@@ -214,7 +214,6 @@ def _polynomial(linear: Linear) -> Laurent | None:
 
 def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
     """Tap at t·k + r → place k, column block r (row by row over the axes)."""
-    dims = len(stride)
     low = [a // t for a, t in zip(whole.first, stride, strict=True)]
     high = [
         (a + n - 1) // t for a, n, t in zip(whole.first, whole.taps.shape[2:], stride, strict=True)
@@ -222,11 +221,7 @@ def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
     rows, columns = whole.taps.shape[:2]
     sizes = [b - a + 1 for a, b in zip(low, high, strict=True)]
     result = whole.taps.new_zeros(rows, math.prod(stride), columns, *sizes)
-    for index in (
-        torch.cartesian_prod(*[torch.arange(n) for n in whole.taps.shape[2:]])
-        .reshape(-1, dims)
-        .tolist()
-    ):
+    for index in positions(whole.taps.shape[2:]).tolist():
         place = [a + i for a, i in zip(whole.first, index, strict=True)]
         phase = 0
         for p, t in zip(place, stride, strict=True):

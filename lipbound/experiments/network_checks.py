@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lipbound import BOUNDS, audit
 from lipbound.experiments.oracles import norms
 from lipbound.experiments.random_networks import (
+    EFFORT,
     Concat,
     Larger,
     Residual,
@@ -52,6 +53,7 @@ def searched_norm(model: nn.Module, shape: Shape, seed: int, rounds: int = 3) ->
         return torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(like.device)
 
     points = torch.cat([scale * normal(3) for scale in (0.03, 0.3, 1.0, 3.0, 10.0)])
+    points = torch.cat([points, points[::3].abs(), 10 + normal(1)])
     best, where = 0.0, points[:1]
     for turn in range(rounds):
         found = jacobians(model, points)
@@ -87,8 +89,9 @@ def _uphill(model: nn.Module, point: Tensor, matrix: Tensor) -> Tensor:
 
 def margin(model: nn.Module, shape: Shape, seed: int) -> tuple[float, float, float, str]:
     """upper/found − 1, both, and why there is no bound (then NaN)."""
-    method = list(BOUNDS)[seed % len(BOUNDS)] if seed % 2 else "spectral"
-    found = audit(model, shape, search=0, method=method)
+    effort = "normal" if seed % EFFORT else "high"
+    method = list(BOUNDS)[seed % len(BOUNDS)] if seed % 2 and seed % EFFORT else "spectral"
+    found = audit(model, shape, search=0, method=method, effort=effort)
     if found.upper == math.inf:
         return math.nan, math.inf, 0.0, found.reason
     truth = searched_norm(copy.deepcopy(model).double(), shape, seed)
