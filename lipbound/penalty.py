@@ -136,10 +136,10 @@ class Penalty:
         layer stands for all.
         """
         logs = self._terms.logs(-math.inf).double()
-        logs = torch.where(logs.isnan(), math.inf, logs)  # ∞ − ∞ in a transform
         counts = torch.tensor([f.count for f in self.factors], dtype=torch.float64)
         up = 1 + 4 * torch.finfo(torch.float32).eps * (1 + logs.abs().cpu())  # of a float32 log
         values = (logs.cpu() / counts).exp() * (up if self.method == "lipbound" else 1.0)
+        values = torch.where(values.isnan(), math.inf, values)  # ∞ − ∞ in a transform
         return {f.name: v for f, v in zip(self.factors, values.tolist(), strict=True)}
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from torch import nn
 
 import lipbound
 from lipbound import Penalty
+from lipbound.experiments.layer_checks import check_layers
+from lipbound.experiments.network_checks import check_networks
 from lipbound.kernels import plain
 from lipbound.robust.evaluate import evaluate, outcomes
 from lipbound.robust.models import WideResNet
@@ -203,3 +205,15 @@ def test_graphs_find_what_plain_searches_find(precision):
         for entry in (lambda r: r["pgd"], lambda r: r["cw"]["0.6"]):
             assert int((outcomes(entry(graphs)) ^ outcomes(entry(plain))).sum()) <= 3
     assert min(shares) < max(shares)
+
+
+def test_the_campaign_in_small():
+    """Every bound computed here, the truth in float64 here too."""
+    found = check_layers(range(6), 8, "cuda")
+    found.add(check_networks(range(3), "cuda"))
+    assert found.violations == []
+
+
+def test_a_network_of_buffers_alone_is_audited_where_they_are():
+    network = nn.Sequential(nn.BatchNorm2d(2, affine=False), nn.ReLU()).cuda()
+    assert lipbound.audit(network, (2, 3, 3)).upper < math.inf

@@ -47,7 +47,7 @@ def searched_norm(model: nn.Module, shape: Shape, seed: int, rounds: int = 3) ->
     where there is one, and at random.
     """
     draw = torch.Generator().manual_seed(seed)
-    like = next(model.parameters(), torch.zeros((), dtype=torch.float64))
+    like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
 
     def normal(count: int) -> Tensor:
         return torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(like.device)
@@ -142,7 +142,7 @@ print(margin(model.to({dtype}).eval(), {shape!r}, {seed}))
 def check_networks(seeds: range, device: str = "cpu") -> Tally:
     """One network a seed. Refusals are counted; an error is a violation."""
     tally = Tally()
-    outcomes, kinds = Counter[str](), Counter[str]()
+    outcomes, kinds, reasons = Counter[str](), Counter[str](), Counter[str]()
     for seed in seeds:
         model, shape = random_network(seed)
         model = model.to(device)
@@ -159,6 +159,7 @@ def check_networks(seeds: range, device: str = "cpu") -> Tally:
             continue
         outcomes["refused" if reason else "bounded"] += 1
         if reason:
+            reasons[reason.split(" (")[0]] += 1
             continue
         tally.saw("network", [excess], [seed])
         if not excess >= -ROUNDING:
@@ -167,5 +168,5 @@ def check_networks(seeds: range, device: str = "cpu") -> Tally:
                 "claim": "network", "at": [seed], "message": f"{upper!r} against {truth!r}",
                 "reproduction": reproduction(small, smaller, seed),
             })  # fmt: skip
-    tally.counts = {"outcomes": outcomes, "modules": kinds}
+    tally.counts = {"outcomes": outcomes, "modules": kinds, "reasons": reasons}
     return tally

@@ -17,6 +17,7 @@ from lipbound.geometry import convolution
 from lipbound.symbol import grid, positions, radians, taps
 
 ENTRIES = 1 << 21  # complex numbers of a temporary
+MATRICES = 1 << 16  # at once, however small: a GPU's solver takes workspace for each
 ROUNDS = 16  # halvings of the step on the way uphill
 
 
@@ -44,7 +45,8 @@ class Symbols:
 
     def largest(self, frequencies: Tensor) -> Tensor:
         """σ1 at frequencies of each block: ``(blocks, P, D)`` → ``(blocks, P)``."""
-        step = max(1, ENTRIES // (self.blocks * self.rows * self.columns))
+        each = max(ENTRIES // MATRICES, self.rows * self.columns)
+        step = max(1, ENTRIES // (self.blocks * each))
         parts = []
         for part in frequencies.split(step, 1):
             angles = part @ self.places.mT
