@@ -18,6 +18,12 @@ from lipbound.symbol import WIDENINGS
 FAMILIES = (*KINDS, "alternating", "equal", "delta", "mixed scales", "few bits")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SCALES = (1e-20, 1e-3, 1.0, 1.0, 1e3, 1e18)  # squares of 1e20 overflow float32, as they should
+RTOLS = (  # per number of axes; the smallest leave the bracket's rounding nowhere to hide
+    (1e-3, 1e-8, 1e-12),
+    (1e-1, 1e-2, 1e-3, 1e-4, 1e-8),
+    (1e-1, 1e-2, 1e-3, 1e-3, 1e-3, 1e-4, 1e-6),
+    (1e-1, 1e-2, 1e-3, 1e-3, 1e-3, 1e-4),
+)
 SHORT, LONG = 72, 500  # most rows and columns of a layer's matrix, the shorter side first
 MODULES = {
     False: (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -110,15 +116,16 @@ def random_stack(seed: int, layers: int, device: str = "cpu") -> Stack:
     Wide layers have more channels than the search decomposes outright, so they reach Lanczos.
     """
     rng = np.random.default_rng(seed)
-    wide = bool(rng.random() < 0.05)
-    dims = int(rng.choice([0, 1, 1, 2, 2, 2, 2, 2, 3])) if not wide else int(rng.choice([1, 2]))
-    sizes = tuple(int(k) for k in rng.integers(1, {0: 1, 1: 7, 2: 4, 3: 3}[dims] + 1, dims))
+    wide, large = rng.random(2) < 0.05
+    dims = int(rng.choice([0, 1, 2] if wide else [0, 1, 1, 2, 2, 2, 2, 2, 3]))
+    most = (1, 13, 7, 4) if large and not wide else (1, 7, 4, 3)
+    sizes = tuple(int(k) for k in rng.integers(1, most[dims] + 1, dims))
     groups = 1 if wide or not dims else int(rng.choice([1, 1, 1, 2, 3]))
-    few, many = (17, 60) if wide else (1, 5)
+    few, many = (17, 60) if wide else (1, 2) if large else (1, 5)
     shape = (groups * int(rng.integers(few, many + 1)), int(rng.integers(few, many + 1)), *sizes)
     options = _geometry(rng, dims, groups) if dims else {}
     settings = Settings(
-        rtol=float(rng.choice([1e-1, 1e-2, 1e-3] if wide else [1e-1, 1e-2, 1e-3, 1e-3, 1e-4])),
+        rtol=float(rng.choice([1e-1, 1e-2, 1e-3, 1e-3, 1e-3] if wide else RTOLS[dims])),
         samples=_samples(rng, sizes),
         widening=str(rng.choice(["best", "best", *WIDENINGS])),
         iterations=int(rng.integers(1, 9)),
