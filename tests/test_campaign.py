@@ -171,14 +171,16 @@ def test_seeds_go_on_where_the_file_ends_and_records_merge(quick, tmp_path, caps
     assert free.task("cpu", ()).first == 0, "before what is used there is room"
 
 
-def test_a_violation_decides_the_exit_code(tmp_path, capsys):
+def test_a_violation_decides_the_exit_code(monkeypatch, tmp_path, capsys):
     path = tmp_path / "campaign.jsonl"
     tally = Tally(violations=[{"claim": "gram", "at": [7, 3], "message": "1 against 2"}])
     line = {"part": "layers", "seeds": [[0, 8]], **tally.record(), "seconds": 1.0}
     records.append(path, {**line, **dict.fromkeys(campaign.PROVENANCE, "x")})
     assert campaign.main(["--merge", "--out", str(path)]) == 1
     assert "VIOLATION gram at [7, 3]" in capsys.readouterr().out
-    for bad in (["--parts", "laeyrs"], ["--workers", "0"], ["--weights", "no such file"]):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    mistakes = {"--device": "cuda", "--parts": "laeyrs", "--workers": "0", "--weights": "no file"}
+    for bad in mistakes.items():
         with pytest.raises(SystemExit, match="2"):
             campaign.main(bad)
         assert bad[1] in capsys.readouterr().err

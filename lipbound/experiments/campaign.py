@@ -178,8 +178,12 @@ def work(pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of PyTorch, about layers no one would build
     try:
-        while (task := pipe.recv()) is not None:
-            pipe.send(run_task(task))
+        while True:
+            task = pipe.recv()
+            try:
+                pipe.send(run_task(task))
+            except Exception as error:
+                pipe.send(f"{task.part}, seeds {task.first} to {task.stop - 1}: {error!r}")
     except (EOFError, BrokenPipeError):
         pass
 
@@ -187,8 +191,11 @@ def work(pipe: Any) -> None:
 def campaign(
     path: Path, minutes: float, workers: int, parts: Sequence[str], first: int, device: str,
     weights: tuple[Path, ...],
-) -> bool:  # fmt: skip
-    """Run until the time is up; returns whether it was interrupted."""
+) -> int:  # fmt: skip
+    """Run until the time is up. Returns the exit code: 0, 1 if a task failed, 130 interrupted.
+
+    The seeds of a task that failed are left for the next run.
+    """
     import multiprocessing
     from multiprocessing.connection import wait
 
@@ -198,6 +205,7 @@ def campaign(
     end = time.monotonic() + 60 * minutes
     progress = Progress(end)
     busy: dict[Any, Any] = {}
+    code = 0
     try:
         for _ in range(workers):
             mine, theirs = context.Pipe()
@@ -210,24 +218,28 @@ def campaign(
             pipe: Any
             for pipe in wait(list(busy), timeout=1.0):
                 try:
-                    record = pipe.recv()
+                    answer = pipe.recv()
                 except EOFError:
-                    raise RuntimeError("a worker died; its seeds come again next time") from None
-                records.append(path, record)
-                schedule.spent[record["part"]] += record["seconds"]
-                progress.saw(record)
-                if time.monotonic() < end:
-                    pipe.send(schedule.task(device, weights))
+                    answer = f"worker {busy.pop(pipe).pid} died"
+                if isinstance(answer, str):
+                    code = 1
+                    progress.say(f"FAILED {answer}")
                 else:
+                    records.append(path, answer)
+                    schedule.spent[answer["part"]] += answer["seconds"]
+                    progress.saw(answer)
+                if pipe in busy and time.monotonic() < end:
+                    pipe.send(schedule.task(device, weights))
+                elif pipe in busy:
                     busy.pop(pipe).terminate()
             progress.show()
     except KeyboardInterrupt:
-        return True
+        code = 130
     finally:
         for process in busy.values():
             process.terminate()
         progress.close()
-    return False
+    return code
 
 
 class Progress:
@@ -243,7 +255,10 @@ class Progress:
         self.violations += len(record["violations"])
         for violation in record["violations"]:
             said = f"VIOLATION {violation['claim']} at {violation['at']}: {violation['message']}"
-            print(f"\n{said}\n{violation.get('reproduction', '')}", file=sys.stderr, flush=True)
+            self.say(f"{said}\n{violation.get('reproduction', '')}")
+
+    def say(self, text: str) -> None:
+        print(f"\n{text}" if self.live else text, file=sys.stderr, flush=True)
 
     def show(self) -> None:
         if not self.live and time.monotonic() - self.last < 30:
@@ -279,6 +294,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--parts: {part!r} is not one of {', '.join(PARTS)}")
     if chosen.workers < 1 or not chosen.minutes >= 0:
         parser.error(f"--workers {chosen.workers} --minutes {chosen.minutes}: must be positive")
+    if chosen.device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error(f"--device {chosen.device}: there is no CUDA device here; use cpu")
     for path in chosen.weights:
         if not path.is_file():
             parser.error(f"--weights: there is no file {str(path)!r}")
@@ -287,21 +307,20 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     chosen = arguments(given)
-    interrupted = False
+    code = 0
     if chosen.merge:
         lines = merged(opened(chosen.out))
         chosen.out.unlink(missing_ok=True)
         for record in lines:
             records.append(chosen.out, record)
     else:
-        interrupted = campaign(
+        code = campaign(
             chosen.out, chosen.minutes, chosen.workers, chosen.parts, chosen.first_seed,
             chosen.device, tuple(chosen.weights),
         )  # fmt: skip
     found = opened(chosen.out)
     print(summary(found))
-    violated = any(record["violations"] for record in found)
-    return 1 if violated else 130 if interrupted else 0
+    return 1 if any(record["violations"] for record in found) else code
 
 
 if __name__ == "__main__":
