@@ -16,7 +16,7 @@ from lipbound.geometry import Convolution, convolution
 from lipbound.symbol import WIDENINGS
 
 FAMILIES = (*KINDS, "alternating", "equal", "delta", "mixed scales", "few bits")
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = (torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float16)
 SCALES = (1e-20, 1e-3, 1.0, 1.0, 1e3, 1e18)  # squares of 1e20 overflow float32, as they should
 RTOLS = (  # per number of axes; the smallest leave the bracket's rounding nowhere to hide
     (1e-3, 1e-8, 1e-12),
@@ -195,8 +195,10 @@ def matrix_shape(conv: Convolution) -> tuple[int, int]:
 def _layer(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[str, Tensor]:
     family = str(rng.choice(FAMILIES))
     scale = float(rng.choice(SCALES))
-    dtype = DTYPES[str(rng.choice(["float32", "float64", "float64", "bfloat16"]))]
-    return family, torch.from_numpy(structured(rng, family, shape) * scale).to(dtype)
+    dtype = DTYPES[int(rng.integers(len(DTYPES)))]
+    most = torch.finfo(dtype).max / 2
+    kernel = torch.from_numpy(structured(rng, family, shape) * scale)
+    return family, kernel.clamp(-most, most).to(dtype)
 
 
 def structured(rng: np.random.Generator, family: str, shape: tuple[int, ...]) -> np.ndarray:
