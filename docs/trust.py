@@ -102,7 +102,7 @@ def layers() -> str:
 
 `make campaign MINUTES=10`, or `python -m lipbound.experiments.campaign --parts layers`. A seed is a
 geometry (0 to 3 axes, odd and even kernels, stride, dilation, groups, four padding modes, transposed
-with output padding, up to 60 channels) with 64 kernels (8 where they are wide) of {len(total.counts["families"])} families, four precisions and
+with output padding, up to 60 channels) with 64 kernels (8 where they are wide) of {len(total.counts.get("families", {}))} families, four precisions and
 scales from 1e-20 to 1e18. Bounds on a grid are called with grids as coarse as they allow, both widenings,
 one to eight Gram iterations. The truth is attained, never assumed: σ1 of the symbol where ascent from a
 grid finds it largest, and σ1 of the matrix that PyTorch's own module has at a small input, both by dense

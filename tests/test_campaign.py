@@ -97,7 +97,7 @@ def test_margins_are_one_sided():
 
 
 def test_worst_kernels_stay_below_their_bounds():
-    tally = search_kernels(range(6, 8), (), steps=20, tries=5)
+    tally = search_kernels(range(6, 8), (), steps=12, tries=4)
     assert tally.violations == []
     assert {"lipbound", "gram", "bracket upper", "bracket lower"} <= set(tally.claims)
     assert dict(tally.counts["starts"]).get("trained") == 1
@@ -105,15 +105,15 @@ def test_worst_kernels_stay_below_their_bounds():
 
 
 def test_no_random_network_exceeds_its_audit():
-    tally = check_networks(range(6))
+    tally = check_networks(range(4))
     assert tally.violations == []
-    assert tally.counts["outcomes"]["bounded"] >= 4
+    assert tally.counts["outcomes"]["bounded"] >= 3
     assert tally.claims["network"]["margin"] > 0
 
 
 def test_a_broken_rule_is_found_and_shrunk(monkeypatch):
     monkeypatch.setitem(RULES, "aten.relu", lambda step: 0.2)
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten())
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Flatten())
     monkeypatch.setattr(network_checks, "random_network", lambda seed: (model.eval(), (1, 2, 2)))
     (violation,) = check_networks(range(1)).violations
     assert "model = nn.Sequential(nn.ReLU())" in violation["reproduction"]
