@@ -196,7 +196,7 @@ def _block(value: Value) -> tuple[Block, Value] | None:
         stride = hidden.linear.conv.stride
         if one is None or two is None or any(t != 1 for t in branch.linear.conv.stride):
             continue
-        shortcut = _shortcut(skip, source, stride)
+        shortcut = _shortcut(skip, source, stride, one.taps.device)
         if shortcut is not None:
             return Block(shortcut, one, two, math.prod(stride)), source
     return None
@@ -233,14 +233,16 @@ def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
     return Laurent(result.flatten(1, 2), tuple(low))
 
 
-def _shortcut(skip: Any, source: Value, stride: Sequence[int]) -> Laurent | None:
+def _shortcut(
+    skip: Any, source: Value, stride: Sequence[int], device: torch.device
+) -> Laurent | None:
     """What joins the branch: the source itself, a convolution of it, or every t-th pixel padded."""
     zero = tuple(0 for _ in stride)
     ones = [1] * len(stride)
     if skip.linear is not None and skip.linear.anchor is source:
         return _polynomial(skip.linear) if tuple(skip.linear.conv.stride) == tuple(stride) else None
     channels = source.shape[1]
-    matrix = torch.eye(channels, dtype=torch.float64)
+    matrix = torch.eye(channels, dtype=torch.float64, device=device)
     value = skip
     if value is not source and value.padding is not None:
         inner, mode, pairs = value.padding
@@ -276,10 +278,12 @@ class Weights:
         self.middles = [b.middle() for b in chain.blocks]
         self.rights = [b.right() for b in chain.blocks]
         widths = [chain.first.shape[0], *[len(m) for m in self.middles]]
-        self.sides = [torch.zeros(n, dtype=torch.float64, requires_grad=True) for n in widths]
-        self.inner = [
-            torch.zeros(r.shape[0], dtype=torch.float64, requires_grad=True) for r in self.rights
-        ]
+        self.sides = [self._free(n) for n in widths]
+        self.inner = [self._free(r.shape[0]) for r in self.rights]
+
+    def _free(self, count: int) -> Tensor:
+        device = self.chain.first.device
+        return torch.zeros(count, dtype=torch.float64, device=device, requires_grad=True)
 
     def factors(self) -> list[Tensor]:
         """Kernels whose norms multiply to the bound: first, two per block, head."""

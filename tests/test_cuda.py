@@ -210,10 +210,22 @@ def test_graphs_find_what_plain_searches_find(precision):
 def test_the_campaign_in_small():
     """Every bound computed here, the truth in float64 here too."""
     found = check_layers(range(6), 8, "cuda")
-    found.add(check_networks(range(3), "cuda"))
+    found.add(check_networks(range(6), "cuda"))  # 0: a chain of blocks, with effort='high'
     assert found.violations == []
 
 
-def test_a_network_of_buffers_alone_is_audited_where_they_are():
-    network = nn.Sequential(nn.BatchNorm2d(2, affine=False), nn.ReLU()).cuda()
-    assert lipbound.audit(network, (2, 3, 3)).upper < math.inf
+class Doubled(nn.Conv2d):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(2, affine=False), Doubled(2, 2, 3, padding=1)])
+def test_audits_stay_on_the_device(layer):
+    """Buffers alone; an identity that is added to a convolution."""
+    assert lipbound.audit(nn.Sequential(layer, nn.ReLU()).cuda(), (2, 3, 3)).upper < math.inf
+
+
+def test_radii_of_a_network_audited_here():
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).cuda()
+    inputs = torch.randn(5, 3, device="cuda")
+    assert (lipbound.certify(network, lipbound.audit(network, (3,)), inputs) > 0).all()
