@@ -166,12 +166,13 @@ def findings() -> str:
 
 Each is fixed, with a test.
 
-- `Penalty.bounds()` fell below σ1 on a GPU, silently, where the weights of one group were above 1e19 and their
-  squares overflowed float32: ∞ − ∞ is no number, and the fused kernels' maximum skips what is none. In plain PyTorch
+- `Penalty.bounds()` fell below σ1, silently, in the fused kernels where the weights of one group of several were above
+  1e19: their squares overflow float32, ∞ − ∞ is no number, and Triton's maximum skips what is none. In plain PyTorch
   it was NaN, which is no bound either. Both say ∞ now.
 - `constrain(layer, 1.0).eval()` let σ1 = 1 + 5e-8 pass: it compared with the limit times 1 + 1e-7.
 - `audit(model, shape, effort="high")` ended in a TypeError for chains of residual blocks with one axis.
-- A network on a GPU that has buffers but no parameters was refused: its test input stayed on the CPU.
+- On a GPU, audits of x + conv(x), `effort="high"`, networks without parameters, and `certify` mixed CPU tensors with
+  the network's; these were read in the code while the campaign was made ready for one.
 """
 
 

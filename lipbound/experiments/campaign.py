@@ -203,7 +203,7 @@ def campaign(
     context = multiprocessing.get_context("spawn")
     schedule = Schedule(parts, opened(path), first)
     end = time.monotonic() + 60 * minutes
-    progress = Progress(end)
+    status = Status(end)
     busy: dict[Any, Any] = {}
     code = 0
     try:
@@ -223,26 +223,26 @@ def campaign(
                     answer = f"worker {busy.pop(pipe).pid} died"
                 if isinstance(answer, str):
                     code = 1
-                    progress.say(f"FAILED {answer}")
+                    status.say(f"FAILED {answer}")
                 else:
                     records.append(path, answer)
                     schedule.spent[answer["part"]] += answer["seconds"]
-                    progress.saw(answer)
+                    status.saw(answer)
                 if pipe in busy and time.monotonic() < end:
                     pipe.send(schedule.task(device, weights))
                 elif pipe in busy:
                     busy.pop(pipe).terminate()
-            progress.show()
+            status.show()
     except KeyboardInterrupt:
         code = 130
     finally:
         for process in busy.values():
             process.terminate()
-        progress.close()
+        status.close()
     return code
 
 
-class Progress:
+class Status:
     """One line that is written over on a terminal; every half minute a new one elsewhere."""
 
     def __init__(self, end: float):

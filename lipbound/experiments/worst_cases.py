@@ -120,7 +120,11 @@ def search_kernels(
         options = geometry(rng, kernel.ndim - 2)
         least = max([*kernel.shape[2:], 1])
         samples = int(rng.choice([least, least + 1, 2 * (least - 1) or 1, 10, 32]))
-        settings = Settings(samples=max(least, samples), iterations=int(rng.integers(1, 7)))
+        settings = Settings(
+            rtol=float(rng.choice([1e-3, 1e-6])),
+            samples=max(least, samples),
+            iterations=int(rng.integers(1, 7)),
+        )
         tally.count += 1
         source = "trained" if name.startswith("trained") else name
         tally.counts.setdefault("starts", Counter()).update([source])
