@@ -7,7 +7,7 @@ from typing import Any
 
 from lipbound.experiments.campaign import merged
 from lipbound.experiments.tally import Tally
-from lipbound.records import read
+from lipbound.records import read, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -29,11 +29,6 @@ CLAIMS = {
     "constrain": "σ1 of a layer in `constrain(layer, norm).eval()` ≤ norm",
     "network": "`audit(model, shape).upper` ≥ every Jacobian norm found",
 }
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def runs(part: str) -> tuple[list[dict[str, Any]], Tally]:
@@ -180,13 +175,9 @@ SECTIONS = (promises, layers, search, networks, findings)
 """In the order of the page."""
 
 
-def page() -> str:
-    return "\n".join(section() for section in SECTIONS)
-
-
-def main() -> None:
-    (ROOT / "docs" / "TRUST.md").write_text(page())
-    print("wrote docs/TRUST.md")
+def main(folder: Path = ROOT / "docs") -> None:
+    (folder / "TRUST.md").write_text("\n".join(section() for section in SECTIONS))
+    print(f"wrote {folder / 'TRUST.md'}")
 
 
 if __name__ == "__main__":
