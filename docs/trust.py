@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,24 @@ Networks that contain: {listed(modules)}.
 """
 
 
+def planted() -> str:
+    record = json.loads((RECORDS / "planted.json").read_text())
+    rows = [
+        [name, f"`{fault['claim']}`" if fault["claim"] else "missed", f"{fault['layers']:,}"]
+        for name, fault in record["faults"].items()
+    ]
+    return f"""## Planted faults
+
+A check that finds nothing is worth what it would have found. `python -m lipbound.experiments.planted`
+breaks the library on purpose, one fault at a time, and counts the layers until a claim is wrong, whole
+stacks of 64:
+
+{table(["fault", "seen by", "after layers"], rows)}
+
+({record["device"]}, torch {record["torch"]}.)
+"""
+
+
 def findings() -> str:
     return """## What the campaign found
 
@@ -171,7 +190,7 @@ Each is fixed, with a test.
 """
 
 
-SECTIONS = (promises, layers, search, networks, findings)
+SECTIONS = (promises, layers, search, networks, planted, findings)
 """In the order of the page."""
 
 

@@ -16,6 +16,7 @@ from lipbound.experiments import campaign, layer_checks, network_checks
 from lipbound.experiments.layer_checks import CHECKS, check_layers
 from lipbound.experiments.network_checks import check_networks, jacobians, searched_norm
 from lipbound.experiments.oracles import Symbols, operator_norms
+from lipbound.experiments.planted import FAULTS, planted, seen_after
 from lipbound.experiments.random_layers import FAMILIES, random_stack, structured
 from lipbound.experiments.tally import Tally
 from lipbound.experiments.worst_cases import search_kernels
@@ -75,6 +76,13 @@ def test_a_broken_bound_is_found_and_shrunk(monkeypatch, capsys):
     assert value[0] < truth[0]
     kernel = eval(code.split("kernel = ")[1].split("\n")[0], {"torch": torch})
     assert kernel.numel() == 1, "half of |w| is still below |w|"
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if "bracket" in f or "Gram" in f])
+def test_planted_faults_are_seen(fault):
+    with planted(fault):
+        layers, claim = seen_after(600)
+    assert claim.startswith(fault.split(":")[0].split()[0].lower()), layers
 
 
 def test_an_error_is_a_violation(monkeypatch):
