@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+MINUTES ?= 10
 
-.PHONY: run test lint picture results lock audit-deps outside clean
+.PHONY: run test lint picture results campaign trust lock audit-deps outside clean
 
 run: $(STAMP)
 	$(BIN)/lipbound audit demo --html audit.html
@@ -23,6 +24,12 @@ picture: $(STAMP)
 
 results: $(STAMP)
 	$(BIN)/python docs/results.py
+
+campaign: $(STAMP)
+	$(BIN)/python -m lipbound.experiments.campaign --minutes $(MINUTES)
+
+trust: $(STAMP)
+	$(BIN)/python docs/trust.py
 
 $(STAMP): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)

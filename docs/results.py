@@ -9,15 +9,10 @@ from pathlib import Path
 from lipbound.experiments import fig3, table2, table3, table4
 from lipbound.experiments.reproduce import report, write_figure
 from lipbound.figures import speed_figure
-from lipbound.records import read
+from lipbound.records import read, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def soundness() -> str:

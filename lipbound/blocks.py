@@ -30,7 +30,7 @@ from lipbound.geometry import Layer
 from lipbound.progress import Progress, silent
 from lipbound.rules import Linear, Step, Value
 from lipbound.rules.values import up
-from lipbound.symbol import evaluate, grid, radians
+from lipbound.symbol import evaluate, grid, positions, radians
 
 ROUNDING = 2.0**-40  # thousands of float64 roundings
 RELU = ("aten.relu", "aten.relu_")
@@ -48,7 +48,7 @@ class Laurent:
     def __matmul__(self, other: Laurent) -> Laurent:
         sizes = [a + b - 1 for a, b in zip(self.taps.shape[2:], other.taps.shape[2:], strict=True)]
         result = self.taps.new_zeros(self.taps.shape[0], other.taps.shape[1], *sizes)
-        for a in torch.cartesian_prod(*[torch.arange(n) for n in self.taps.shape[2:]]).tolist():
+        for a in positions(self.taps.shape[2:]).tolist():
             where = tuple(slice(i, i + n) for i, n in zip(a, other.taps.shape[2:], strict=True))
             mine = self.taps[(slice(None), slice(None), *a)]
             result[(slice(None), slice(None), *where)] += torch.einsum(
@@ -196,7 +196,7 @@ def _block(value: Value) -> tuple[Block, Value] | None:
         stride = hidden.linear.conv.stride
         if one is None or two is None or any(t != 1 for t in branch.linear.conv.stride):
             continue
-        shortcut = _shortcut(skip, source, stride)
+        shortcut = _shortcut(skip, source, stride, one.taps.device)
         if shortcut is not None:
             return Block(shortcut, one, two, math.prod(stride)), source
     return None
@@ -214,7 +214,6 @@ def _polynomial(linear: Linear) -> Laurent | None:
 
 def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
     """Tap at t·k + r → place k, column block r (row by row over the axes)."""
-    dims = len(stride)
     low = [a // t for a, t in zip(whole.first, stride, strict=True)]
     high = [
         (a + n - 1) // t for a, n, t in zip(whole.first, whole.taps.shape[2:], stride, strict=True)
@@ -222,11 +221,7 @@ def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
     rows, columns = whole.taps.shape[:2]
     sizes = [b - a + 1 for a, b in zip(low, high, strict=True)]
     result = whole.taps.new_zeros(rows, math.prod(stride), columns, *sizes)
-    for index in (
-        torch.cartesian_prod(*[torch.arange(n) for n in whole.taps.shape[2:]])
-        .reshape(-1, dims)
-        .tolist()
-    ):
+    for index in positions(whole.taps.shape[2:]).tolist():
         place = [a + i for a, i in zip(whole.first, index, strict=True)]
         phase = 0
         for p, t in zip(place, stride, strict=True):
@@ -238,14 +233,16 @@ def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
     return Laurent(result.flatten(1, 2), tuple(low))
 
 
-def _shortcut(skip: Any, source: Value, stride: Sequence[int]) -> Laurent | None:
+def _shortcut(
+    skip: Any, source: Value, stride: Sequence[int], device: torch.device
+) -> Laurent | None:
     """What joins the branch: the source itself, a convolution of it, or every t-th pixel padded."""
     zero = tuple(0 for _ in stride)
     ones = [1] * len(stride)
     if skip.linear is not None and skip.linear.anchor is source:
         return _polynomial(skip.linear) if tuple(skip.linear.conv.stride) == tuple(stride) else None
     channels = source.shape[1]
-    matrix = torch.eye(channels, dtype=torch.float64)
+    matrix = torch.eye(channels, dtype=torch.float64, device=device)
     value = skip
     if value is not source and value.padding is not None:
         inner, mode, pairs = value.padding
@@ -281,10 +278,12 @@ class Weights:
         self.middles = [b.middle() for b in chain.blocks]
         self.rights = [b.right() for b in chain.blocks]
         widths = [chain.first.shape[0], *[len(m) for m in self.middles]]
-        self.sides = [torch.zeros(n, dtype=torch.float64, requires_grad=True) for n in widths]
-        self.inner = [
-            torch.zeros(r.shape[0], dtype=torch.float64, requires_grad=True) for r in self.rights
-        ]
+        self.sides = [self._free(n) for n in widths]
+        self.inner = [self._free(r.shape[0]) for r in self.rights]
+
+    def _free(self, count: int) -> Tensor:
+        device = self.chain.first.device
+        return torch.zeros(count, dtype=torch.float64, device=device, requires_grad=True)
 
     def factors(self) -> list[Tensor]:
         """Kernels whose norms multiply to the bound: first, two per block, head."""

@@ -62,6 +62,6 @@ def _pair_gains(audit: Audit, classes: int) -> Tensor:
     whole = torch.full((classes, classes), math.sqrt(2) * audit.upper * (1 + 1e-15)).double()
     if audit.head is None or len(audit.head) != classes:
         return whole
-    rows = audit.head.double()
+    rows = audit.head.double().cpu()
     pairs = (rows[:, None] - rows[None]).norm(dim=2) * (1 + 1e-12)
     return torch.minimum(whole, audit.features * pairs)

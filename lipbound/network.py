@@ -158,7 +158,8 @@ def audit(
             assert input_shape is not None
             draw = torch.Generator().manual_seed(seed)
             inputs = torch.randn(max(1, search), *input_shape, generator=draw)
-        like = next(model.parameters(), torch.zeros(()))
+        stored = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
+        like = next(stored, torch.zeros(()))
         inputs = inputs.to(like.device, like.dtype)
         shape = tuple(inputs.shape[1:])
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lipbound.files import append, whole_json
 
-__all__ = ["append", "provenance", "read"]
+__all__ = ["append", "provenance", "read", "table"]
 
 
 def provenance(device: str = "cpu", seed: int = 0) -> dict[str, Any]:
@@ -51,3 +52,9 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{path}, line {number}: no JSON object; remove the line")
     return record
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, for the pages that are made from records."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

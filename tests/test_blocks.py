@@ -128,3 +128,25 @@ def test_pixels_are_not_taken_for_channels():
 
 def _residual(m, x):
     return torch.relu(m.two(torch.relu(m.one(x))) + x)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_chains_of_any_number_of_axes(monkeypatch, dims):
+    monkeypatch.setattr("lipbound.network.optimised", partial(blocks.optimised, steps=5))
+    kind = {1: nn.Conv1d, 3: nn.Conv3d}[dims]
+    torch.manual_seed(0)
+
+    def forward(m, x):
+        x = torch.relu(m.stem(x))
+        return m.head(torch.relu(x + m.two(torch.relu(m.one(x)))).mean(tuple(range(2, 2 + dims))))
+
+    model = Run(
+        forward,
+        stem=kind(1, 2, 2), one=kind(2, 2, 3, padding=1), two=kind(2, 2, 2, padding="same"),
+        head=nn.Linear(2, 2),
+    ).double().eval()  # fmt: skip
+    shape = (1, *[4] * dims)
+    found = audit(model, shape, effort="high", search=0)
+    assert found.note.startswith("effort high: two weighted norms")
+    inputs = torch.randn(8, *shape, dtype=torch.float64)
+    assert jacobian_norm(model, inputs) <= found.upper * (1 + 1e-12)

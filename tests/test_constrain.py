@@ -49,6 +49,13 @@ def test_every_method_and_dtype(method, dtype):
     assert found.upper > (0.97 if method == "spectral" else 0.2), "not stricter than it must be"
 
 
+def test_the_limit_is_kept_to_the_last_digit():
+    layer = nn.Conv1d(1, 1, 1, bias=False).double()
+    with torch.no_grad():
+        layer.weight.fill_(1 + 5e-8)
+    assert unconstrain(constrain(layer, 1.0, "fantastic_four")).weight.item() <= 1.0
+
+
 def test_small_layers_and_zeros_are_left_alone():
     for gain in (0.0, 1e-3):
         layer = nn.Conv2d(3, 3, 3)

@@ -12,6 +12,8 @@ from torch import nn
 
 import lipbound
 from lipbound import Penalty
+from lipbound.experiments.layer_checks import check_layers
+from lipbound.experiments.network_checks import check_networks
 from lipbound.kernels import plain
 from lipbound.robust.evaluate import evaluate, outcomes
 from lipbound.robust.models import WideResNet
@@ -203,3 +205,27 @@ def test_graphs_find_what_plain_searches_find(precision):
         for entry in (lambda r: r["pgd"], lambda r: r["cw"]["0.6"]):
             assert int((outcomes(entry(graphs)) ^ outcomes(entry(plain))).sum()) <= 3
     assert min(shares) < max(shares)
+
+
+def test_the_campaign_in_small():
+    """Every bound computed here, the truth in float64 here too."""
+    found = check_layers(range(6), 8, "cuda")
+    found.add(check_networks(range(6), "cuda"))  # 0: a chain of blocks, with effort='high'
+    assert found.violations == []
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(2, affine=False), Doubled(2, 2, 3, padding=1)])
+def test_audits_stay_on_the_device(layer):
+    """Buffers alone; an identity that is added to a convolution."""
+    assert lipbound.audit(nn.Sequential(layer, nn.ReLU()).cuda(), (2, 3, 3)).upper < math.inf
+
+
+def test_radii_of_a_network_audited_here():
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).cuda()
+    inputs = torch.randn(5, 3, device="cuda")
+    assert (lipbound.certify(network, lipbound.audit(network, (3,)), inputs) > 0).all()

@@ -21,12 +21,13 @@ def test_examples_run_and_links_exist(page):
         assert (page.parent / link).exists(), link
 
 
-def test_results_come_from_the_records(tmp_path):
-    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+@pytest.mark.parametrize("name", ["results", "trust"])
+def test_pages_come_from_the_records(name, tmp_path):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main(tmp_path)
-    committed = ROOT / "docs" / "RESULTS.md"
-    assert (tmp_path / "RESULTS.md").read_bytes() == committed.read_bytes(), "run: make results"
+    committed = ROOT / "docs" / f"{name.upper()}.md"
+    assert (tmp_path / committed.name).read_bytes() == committed.read_bytes(), f"run: make {name}"
     for figure in re.findall(r"\]\((\w+\.\w+)\)", committed.read_text()):
         assert (tmp_path / figure).stat().st_size > 1000

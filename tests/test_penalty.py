@@ -495,3 +495,14 @@ def test_channels_that_tie_share_the_gradient(engine):
     model.zero_grad()
     penalty().backward()
     torch.testing.assert_close(model[0].weight.grad, torch.full((5,), 0.2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_squares_that_overflow_bound_nothing(engine, layout, size):
+    """One group of two is too large for float32 squares: ∞, whatever the other one says."""
+    for groups in (1, 2):
+        model = nn.Sequential(nn.Conv2d(4, 4, size, groups=groups), nn.Linear(1, 1))
+        with torch.no_grad():
+            model[0].weight[1] *= 1e21
+        assert Penalty(model.to(memory_format=layout)).bounds() == {"0": math.inf}

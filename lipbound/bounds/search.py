@@ -106,8 +106,8 @@ class Search:
         first = self._look(cells)
         self._raise(cells, first)
         failed, value = self._prove(cells, first)
-        if self.cap is None and len(failed) == len(cells) and self._is_flat():
-            return self._target()
+        if self.cap is None:
+            failed, value = self._without_flat(cells, failed, value)
         retries = 0
         while len(failed):
             before = self._target()
@@ -124,8 +124,15 @@ class Search:
             failed, value = self._prove(children)
         return self._target()
 
-    def _is_flat(self) -> bool:
-        return bool((self.field.flat_bound() <= self._target()[self.owner]).all())
+    def _without_flat(self, cells: Cells, failed: Cells, value: Floats) -> tuple[Cells, Floats]:
+        """Flat layers, of which no cell has passed, need no cells, whoever shares the batch."""
+        whole, lost = (np.bincount(self.owner[c.block], minlength=self.layers)
+                       for c in (cells, failed))  # fmt: skip
+        if not (whole == lost).any():
+            return failed, value
+        curved = self.field.flat_bound() > self._target()[self.owner]
+        kept = (self._largest(curved.astype(float)) > 0)[self.owner[failed.block]]
+        return failed[kept], value[kept]
 
     def _parts(self, cells: Cells, value: Floats) -> Integers:
         """Into how many parts to divide: as many as would do if σ1 were the centre's all over.

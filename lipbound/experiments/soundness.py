@@ -67,12 +67,13 @@ def random_case(seed: int) -> Case:
         "padding_mode": str(rng.choice(modes)),
         "transposed": transposed,
     }
-    kernel = torch.from_numpy(_kernel(rng, kind, shape) * scale).to(dtype)
+    kernel = torch.from_numpy(random_kernel(rng, kind, shape) * scale).to(dtype)
     size = tuple(int(n) for n in rng.integers(3, {1: 12, 2: 8, 3: 5}[dims] + 1, dims))
     return Case(seed, kind, kernel, options, size)
 
 
-def _kernel(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+def random_kernel(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One kernel of a family in ``KINDS``."""
     normal = rng.standard_normal(shape)
     cout, cin, *sizes = shape
     where = np.stack(np.meshgrid(*[np.arange(s) for s in sizes], indexing="ij"))

@@ -32,6 +32,12 @@ from lipbound.kernels.layout import (
 
 
 @triton.jit
+def overflowed(peak):
+    """A row whose squares overflow has ∞ − ∞, no number, at every point, and none is a maximum."""
+    return tl.where(peak == float("-inf"), float("inf"), peak)
+
+
+@triton.jit
 def fours(place, index, mask):
     """Four neighbours of every lane, as four tensors; ``index`` is ``(LANES, 4)``."""
     x = tl.load(place + index, mask=mask, other=0.0).to(tl.float32)
@@ -102,7 +108,7 @@ def peaks_kernel(
             where = tl.where(better, point, where)
         peak = tl.max(best, axis=0)
         here = tl.where(best == peak[None, :], where, POINTS)  # the first of equals
-        tl.store(peaks + out, peak, mask=keep)
+        tl.store(peaks + out, overflowed(peak), mask=keep)
         tl.store(points + out, tl.min(here, axis=0), mask=keep)
 
 
@@ -163,7 +169,7 @@ def flat_peaks_kernel(
         where = tl.where(better, point, where)
     peak = tl.max(best, axis=0)
     out = tl.load(field + FIRST) + row
-    tl.store(peaks + out, peak)
+    tl.store(peaks + out, overflowed(peak))
     tl.store(points + out, tl.min(tl.where(best == peak, where, POINTS), axis=0))
 
 
@@ -214,7 +220,7 @@ def any_peaks_kernel(
         where = tl.where(better, point, where)
     peak = tl.max(best, axis=0)
     out = tl.load(field + FIRST) + row
-    tl.store(peaks + out, peak)
+    tl.store(peaks + out, overflowed(peak))
     tl.store(points + out, tl.min(tl.where(best == peak, where, POINTS), axis=0))
 
 
@@ -278,7 +284,7 @@ def totals_kernel(
                     g = tl.load(gamma + start + lane, mask=mask, other=0.0).to(tl.float32)
                     v = tl.load(variance + start + lane, mask=mask, other=1.0).to(tl.float32)
                     p *= g * g / (v + epsilon)
-                total += p
+                total += tl.where(p == p, p, float("inf"))  # 0 · ∞ is not for tl.max to skip
             largest = tl.sum(total, axis=0)
         else:
             each = rows // groups
@@ -294,7 +300,7 @@ def totals_kernel(
                         g = tl.load(gamma + row, mask=mask, other=0.0).to(tl.float32)
                         v = tl.load(variance + row, mask=mask, other=1.0).to(tl.float32)
                         p *= g * g / (v + epsilon)
-                    total += p
+                    total += tl.where(p == p, p, float("inf"))
                 sums = tl.sum(total, axis=1)
                 inside = start + tl.arange(0, TILE) < groups
                 sums = tl.where(inside, sums, -1.0)

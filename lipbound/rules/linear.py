@@ -119,11 +119,12 @@ def sum_of_linears(
     I + W, which can be far below 1 + ‖W‖.
     """
     for a, b in ((one, other), (other, one)):
-        anchor = a.linear.anchor if a.linear is not None else None
-        if anchor is None:
+        if a.linear is None:
             continue
+        anchor = a.linear.anchor
         if b is anchor or (b.linear is not None and b.linear.anchor is anchor):
-            mine, yours = _dense(one, first, anchor), _dense(other, second, anchor)
+            device = a.linear.conv.kernel.device
+            mine, yours = _dense(one, first, anchor, device), _dense(other, second, anchor, device)
             if mine is None or yours is None or mine.ndim != yours.ndim or one.shape != other.shape:
                 return None  # mine.ndim: tokens, or an image without its batch axis
             kernel = _aligned(mine, yours)
@@ -137,11 +138,11 @@ def sum_of_linears(
     return None
 
 
-def _dense(value: Value, factor: float, anchor: Value) -> Tensor | None:
+def _dense(value: Value, factor: float, anchor: Value, device: torch.device) -> Tensor | None:
     """Its kernel relative to the anchor, centred and of odd size; ``None`` if it has a stride."""
     if value is anchor:
         dims = len(value.shape) - 2
-        eye = torch.eye(value.shape[1], dtype=torch.float64)
+        eye = torch.eye(value.shape[1], dtype=torch.float64, device=device)
         return factor * eye.reshape(*eye.shape, *[1] * dims)
     assert value.linear is not None
     conv: Convolution = value.linear.conv
