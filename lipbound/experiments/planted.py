@@ -29,8 +29,8 @@ def _undivided(conv: Convolution) -> tuple[int, ...]:
     return tuple(t // math.gcd(a, t) for a, t in zip(conv.dilation, conv.stride, strict=True))
 
 
-def _half(angle: Callable[..., float]) -> Callable[..., float]:
-    return lambda field, samples: angle(field, samples) / 2
+def _half(angles: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda cover, scale: angles(cover, scale) / 2
 
 
 def _one_less(least: Callable[..., int]) -> Callable[..., int]:
@@ -50,7 +50,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "circular padding: stride taken whole where it does not divide the input": (
         Convolution, "symbol_stride", lambda _: _undivided,
     ),
-    "bracket: cells said to reach half as far": (cells, "_angle", _half),
+    "bracket: cells said to reach half as far": (cells.Cover, "_angles", _half),
     "sized bracket: grid one point too small": (finite, "_least", _one_less),
 }  # fmt: skip
 """What is wrong → where, its name there, and from the right function to the wrong one."""
