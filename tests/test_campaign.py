@@ -203,3 +203,12 @@ def test_workers_run_and_stop(monkeypatch, tmp_path, capsys):
     (line,) = records.read(path)
     assert (line["seeds"], line["count"], line["threads"]) == ([[4, 5]], campaign.LAYERS, 1)
     assert "0 violations" in capsys.readouterr().out
+
+
+def test_windows_of_padding_alone_are_no_violation():
+    """torch's derivative of such a pool fails; random networks had six in 5,000."""
+    pool = nn.MaxPool2d((2, 2), (2, 1), (1, 1), (1, 2))
+    dead = nn.Sequential(nn.AdaptiveMaxPool2d((1, 1)), pool, nn.Flatten()).eval()
+    reason = network_checks.margin(dead, (2, 3, 2), 3799)[3]
+    assert reason == "a pooling window lies in padding alone"
+    assert not network_checks.empty_windows(nn.Sequential(nn.MaxPool2d(2, padding=1)), (2, 4, 4))

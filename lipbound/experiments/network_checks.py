@@ -87,6 +87,28 @@ def _uphill(model: nn.Module, point: Tensor, matrix: Tensor) -> Tensor:
     return slope / slope.norm() if 0 < float(slope.norm()) < math.inf else torch.zeros_like(point)
 
 
+@torch.no_grad()
+def empty_windows(model: nn.Module, shape: Shape) -> bool:
+    """Whether a pooling window lies in padding alone: its maximum is −∞, and torch has no gradient.
+
+    The audit bounds such networks; nothing can be held against it.
+    """
+    seen: list[bool] = []
+
+    def look(module: nn.Module, given: object, result: Tensor) -> None:
+        seen.append(bool((result == -math.inf).any()))
+
+    pools = [m for m in model.modules() if type(m).__name__.startswith("MaxPool")]
+    hooks = [pool.register_forward_hook(look) for pool in pools]
+    like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
+    try:
+        model(torch.zeros(1, *shape, dtype=like.dtype, device=like.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return any(seen)
+
+
 def margin(model: nn.Module, shape: Shape, seed: int) -> tuple[float, float, float, str]:
     """upper/found − 1, both, and why there is no bound (then NaN)."""
     effort = "normal" if seed % EFFORT else "high"
@@ -94,6 +116,8 @@ def margin(model: nn.Module, shape: Shape, seed: int) -> tuple[float, float, flo
     found = audit(model, shape, search=0, method=method, effort=effort)
     if found.upper == math.inf:
         return math.nan, math.inf, 0.0, found.reason
+    if empty_windows(model, shape):
+        return math.nan, found.upper, 0.0, "a pooling window lies in padding alone"
     truth = searched_norm(copy.deepcopy(model).double(), shape, seed)
     return (found.upper / truth - 1 if truth else math.inf), found.upper, truth, ""
 
