@@ -29,5 +29,5 @@ def test_pages_come_from_the_records(name, tmp_path):
     module.main(tmp_path)
     committed = ROOT / "docs" / f"{name.upper()}.md"
     assert (tmp_path / committed.name).read_bytes() == committed.read_bytes(), f"run: make {name}"
-    for figure in re.findall(r"\]\((\w+\.\w+)\)", committed.read_text()):
+    for figure in re.findall(r"!\[[^]]*\]\((\w+\.\w+)\)", committed.read_text()):
         assert (tmp_path / figure).stat().st_size > 1000

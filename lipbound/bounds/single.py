@@ -29,7 +29,6 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg.lapack import cpotrf
 
 from lipbound.bounds.field import Field, Floats, Integers
 
@@ -95,6 +94,8 @@ class Single:
         return answer
 
     def _prove(self, block: Integers, frequency: Floats, limit: Floats) -> Integers:
+        from scipy.linalg.lapack import cpotrf  # waits until it is needed
+
         # The guess is made a little larger, so that s·w, which grows with it, stays within.
         guess = self._delta(self.spread[block], self.weight[block] / limit) * 1.01
         scale = (1 + guess) / limit * (1 + 1e-14)
