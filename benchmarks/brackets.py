@@ -2,6 +2,7 @@
 
     python benchmarks/brackets.py --depth 18 --out benchmarks/records/brackets-cpu.jsonl
     python benchmarks/brackets.py --depth 18 --weights WEIGHTS.safetensors   # trained ones
+    python benchmarks/brackets.py --run RUN/final.safetensors   # of `lipbound train`
 
 Gram iteration as published: float32, 5 products, the symbol on a 10×10 grid (60 points of it,
 by conjugate symmetry), strides ignored, layers one after the other.
@@ -26,6 +27,7 @@ import lipbound
 from lipbound.experiments.networks import Layers
 from lipbound.experiments.speed import gram_iteration
 from lipbound.records import append
+from lipbound.robust.train import load_trained
 
 
 def seconds(run, repeats: int, device: str, clock) -> tuple[float, object]:
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument(
         "--weights", help="safetensors with torchvision's names; layers it lacks are left out"
     )
+    parser.add_argument("--run", type=Path, help="a network of `lipbound train` instead")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
         "--clock",
@@ -98,7 +101,15 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
     chosen = parser.parse_args()
-    layers = layers_of(chosen.depth, chosen.weights, chosen.device)
+    network, weights = f"resnet{chosen.depth}", "he-normal, seed 0"
+    if chosen.run:
+        trained = load_trained(chosen.run)
+        network, weights = trained.settings.model, f"trained, {trained.settings.arm}"
+        parts = trained.model.to(chosen.device).requires_grad_(False).named_modules()
+        layers = {name: part for name, part in parts if isinstance(part, nn.Conv2d)}
+    else:
+        layers = layers_of(chosen.depth, chosen.weights, chosen.device)
+        weights = Path(chosen.weights).name if chosen.weights else weights
     kernels = [layer.weight for layer in layers.values()]
 
     clock = time.perf_counter if chosen.clock == "wall" else time.process_time
@@ -111,8 +122,8 @@ def main() -> None:
     evaluations = sorted(b.evaluations for b in found.values())
     record = {
         "benchmark": "brackets",
-        "network": f"resnet{chosen.depth}",
-        "weights": Path(chosen.weights).name if chosen.weights else "he-normal, seed 0",
+        "network": network,
+        "weights": weights,
         "layers": len(layers),
         "rtol": chosen.rtol,
         "worst_width": max(b.width for b in found.values()),

@@ -18,6 +18,7 @@ from lipbound.bounds.cells import Cover
 from lipbound.bounds.eigen import bottom_eigenpairs, top_eigenpairs
 from lipbound.bounds.field import CHUNK_BYTES, Field
 from lipbound.bounds.finite import embedding
+from lipbound.bounds.lapack import factor
 from lipbound.bounds.search import Search
 from lipbound.bounds.single import NO, YES, Single, _spread
 from lipbound.experiments.soundness import random_case, violations
@@ -353,3 +354,26 @@ def test_memory_of_very_many_groups_is_bounded():
     field = Field(torch.randn(500, 1, 1, 7, 7, dtype=torch.float64))
     assert field.chunk * 16 * len(field.lags) <= CHUNK_BYTES["cpu"]
     assert field.chunk <= 1 << 17
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", [np.complex64, np.complex128])
+def test_factors_in_place_are_lapacks(kind, threads):
+    rng = np.random.default_rng(0)
+    parts = rng.standard_normal((2, 5, 50, 60))
+    wide = (parts[0] + 1j * parts[1]).astype(kind)
+    matrices = wide @ wide.conj().swapaxes(1, 2)
+    matrices[3] -= 40 * np.eye(50)  # has negative eigenvalues
+    before, stored = torch.get_num_threads(), matrices.copy()
+    torch.set_num_threads(threads)
+    try:
+        found = factor(matrices)
+    finally:
+        torch.set_num_threads(before)
+    assert found.tolist() == [True, True, True, False, True]
+    for i in found.nonzero()[0]:
+        lower = np.linalg.cholesky(stored[i].conj().astype(complex))
+        np.testing.assert_allclose(np.triu(matrices[i]), lower.T, rtol=1e-3, atol=1e-3)
+        np.testing.assert_array_equal(np.tril(matrices[i], -1), np.tril(stored[i], -1))
+    with pytest.raises(ValueError, match="do not lie in one piece"):
+        factor(stored.swapaxes(1, 2))

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lipbound.bounds.lapack import factor
 from lipbound.geometry import Convolution
 from lipbound.symbol import taps
 
@@ -63,12 +64,7 @@ def positive(matrices: Tensor) -> NDArray[np.bool_]:
     """
     if matrices.device.type != "cpu" or matrices.shape[-1] < LAPACK_FROM:
         return (torch.linalg.cholesky_ex(matrices).info == 0).cpu().numpy()
-    # LAPACK directly: torch's own call spends as long again on clearing the other triangle.
-    from scipy.linalg.lapack import zpotrf
-
-    columns = matrices.numpy().swapaxes(1, 2)  # the conjugates, in Fortran's order
-    info = [zpotrf(one, lower=1, clean=0, overwrite_a=1)[1] for one in columns]
-    return np.array(info) == 0
+    return factor(matrices.numpy())
 
 
 def shorter_side_first(matrices: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from lipbound.bounds.rounding import (
     symbol_error,
 )
 from lipbound.bounds.single import UNDECIDED, YES, Single
+from lipbound.threads import one_blas_thread
 
 # Krylov spaces: from random vectors, at cells that fail, while climbing, where that fell short.
 FIRST, LOOK, FEW, MANY = 16, 8, 8, 48
@@ -101,6 +102,7 @@ class Search:
         self.factor = cholesky_error(field.rows) + 8 * UNIT
         self.moves = cap is None and math.prod(field.sizes) > 1
 
+    @one_blas_thread()
     def run(self, cells: Cells, divide: Callable[[Any, Integers], Cells | None]) -> Floats:
         """Prove all cells, dividing those that fail; returns the upper end per layer."""
         first = self._look(cells)
@@ -320,6 +322,7 @@ class Search:
             return top_eigenpairs(gaps.neg_(), left, steps)[1]
         return bottom_eigenpairs(gaps, left, steps)[1]
 
+    @one_blas_thread()
     def polish(self) -> None:
         """Newton's method from every layer's peak: the place and vectors a gradient needs.
 

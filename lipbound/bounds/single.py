@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lipbound.bounds.field import Field, Floats, Integers
+from lipbound.bounds.lapack import factor
 
 UNIT32 = 2.0**-24
 ROWS = 48  # below, float64 is as fast
@@ -94,14 +95,11 @@ class Single:
         return answer
 
     def _prove(self, block: Integers, frequency: Floats, limit: Floats) -> Integers:
-        from scipy.linalg.lapack import cpotrf  # waits until it is needed
-
         # The guess is made a little larger, so that s·w, which grows with it, stays within.
         guess = self._delta(self.spread[block], self.weight[block] / limit) * 1.01
         scale = (1 + guess) / limit * (1 + 1e-14)
         gaps = self._gaps(block, frequency, scale)
-        columns = gaps.swapaxes(1, 2)  # the conjugates, in Fortran's order
-        found = np.array([cpotrf(one, lower=1, clean=0, overwrite_a=1)[1] for one in columns]) == 0
+        found = factor(gaps)
         spread = np.where(found, _spread(gaps), 0.0)
         for b in np.unique(block):
             largest = spread[block == b].max()

@@ -48,6 +48,7 @@ class Case:
     surrogate: nn.Module | None
     evidence: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
+    _broken: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     def note(self, name: str, broken: Tensor) -> Tensor:
         """Keep the accuracy that is left as evidence."""
@@ -61,14 +62,16 @@ class Case:
     def last(
         self, iterations: int, radius: float | None = None, network: nn.Module | None = None
     ) -> Tensor:
-        """Broken by the last iterate of plain PGD."""
+        """Broken by the last iterate of plain PGD; computed once."""
         radius = self.plan.radius if radius is None else radius
-        return self.looked(
-            pgd(
-                network or self.model, self.x, self.y, radius=radius, step=self.plan.step * radius,
+        network = network or self.model
+        if (iterations, radius, network) not in self._broken:
+            attacked = pgd(
+                network, self.x, self.y, radius=radius, step=self.plan.step * radius,
                 iterations=iterations, ball=self.plan.ball,
-            )
-        )  # fmt: skip
+            )  # fmt: skip
+            self._broken[iterations, radius, network] = self.looked(attacked)
+        return self._broken[iterations, radius, network]
 
 
 def share(broken: Tensor) -> float:
