@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from test_cli import run
 
-from lipbound.experiments import audits, table2
+from lipbound.experiments import audits, table2, trainings
 from lipbound.experiments.reproduce import EXPERIMENTS, report, write_figure
 from lipbound.experiments.table2 import difference
 from lipbound.experiments.trainings import work
@@ -80,6 +81,17 @@ def test_cells_are_done_once_and_one_after_the_other(tmp_path):
     assert (tmp_path / "cells.jsonl").read_bytes() == before
     with pytest.raises(ValueError, match="no 'lipreg 1'; there are at, at"):
         work("tiny", TINY, tmp_path, only=("lipreg 1",))
+
+
+@pytest.mark.parametrize("reason", ["time limit", "interrupted"])
+def test_a_training_that_was_stopped_is_no_cell(monkeypatch, tmp_path, reason):
+    monkeypatch.setattr(trainings, "train", lambda *given, **options: {"stopped": reason})
+    said = []
+    ends = pytest.raises(KeyboardInterrupt) if reason == "interrupted" else nullcontext()
+    with ends:
+        assert work("tiny", TINY, tmp_path, device="cpu", say=said.append) == []
+    assert said[-1] == f"stopped ({reason}); the same command goes on from there"
+    assert not (tmp_path / "cells.jsonl").exists()
 
 
 def test_differences_are_of_the_same_images_and_seeds():

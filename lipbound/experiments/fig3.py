@@ -60,7 +60,7 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
     made, axes = pyplot.subplots(
         count, 2, figsize=(8.6, 3.2 * count), layout="constrained", squeeze=False
     )
-    for (left, right), (tier, arms) in zip(axes, tiers.items(), strict=True):
+    for (left, right), (tier, arms) in zip(axes, tiers.items(), strict=False):
         for index, (label, found) in enumerate(arms.items()):
             color = f"C{index % 10}"
             norms = sorted(found["norms"])

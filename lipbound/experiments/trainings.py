@@ -128,11 +128,17 @@ def cell(
     tier: Tier, chosen: Settings, data: Data, where: Path, device: str, left: float | None,
     say: Say,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """One training and the attacks on what came of it; nothing if the time was too short."""
+    """One training and the attacks on what came of it; nothing if the time was too short.
+
+    Raises:
+        KeyboardInterrupt: If the process was asked to stop; the training has its checkpoint.
+    """
     start = time.perf_counter()
     summary = train(chosen, data, where, resume=True, device=device, time_limit=left)
     if summary["stopped"]:
-        say(f"stopped at step {summary['step']}: {summary['stopped']}")
+        say(f"stopped ({summary['stopped']}); the same command goes on from there")
+        if summary["stopped"] != "time limit":
+            raise KeyboardInterrupt
         return None
     trained = time.perf_counter() - start
     torch._dynamo.reset()  # what was compiled for training is of no use below
