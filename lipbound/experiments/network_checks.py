@@ -93,6 +93,7 @@ def empty_windows(model: nn.Module, shape: Shape) -> bool:
 
     The audit bounds such networks; nothing can be held against it.
     """
+    model = copy.deepcopy(model).double()  # not every pool knows bfloat16
     seen: list[bool] = []
 
     def look(module: nn.Module, given: object, result: Tensor) -> None:
@@ -102,7 +103,7 @@ def empty_windows(model: nn.Module, shape: Shape) -> bool:
     hooks = [pool.register_forward_hook(look) for pool in pools]
     like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
     try:
-        model(torch.zeros(1, *shape, dtype=like.dtype, device=like.device))
+        model(torch.zeros(1, *shape, dtype=torch.float64, device=like.device))
     finally:
         for hook in hooks:
             hook.remove()
