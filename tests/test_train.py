@@ -153,6 +153,7 @@ def test_two_processes_are_one(tmp_path):
 
 
 TOGETHER = """
+import gc
 import sys
 sys.path.insert(0, {tests!r})
 import torch
@@ -161,7 +162,7 @@ from test_train import blobs, chosen
 from lipbound.robust.team import team
 from lipbound.robust.train import Run
 from torch import distributed as dist
-with team("cpu") as who:
+def work(who):
     wanted = chosen("at+lipreg", ema=0.5, batchnorm={batchnorm!r})
     run = Run(wanted, blobs(channels=3), who)
     for step in range(6):
@@ -180,6 +181,11 @@ with team("cpu") as who:
             assert torch.equal(first, tensor), "the processes hold different networks"
     for one, other in zip(run.model.state_dict().values(), again.model.state_dict().values()):
         assert torch.equal(one, other), "a resumed run went another way"
+    dist.barrier()
+
+with team("cpu") as who:
+    work(who)  # what talks to the other is gone before they part
+    gc.collect()
 """
 
 

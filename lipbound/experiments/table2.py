@@ -78,7 +78,7 @@ TINY = Tier(
     {"epochs": 1, "check": 30},
     {"at": {"arm": "at"}, "at+lipreg 0.05": {"arm": "at+lipreg"}},
     plan=Plan(("pgd", "cw"), radius=0.1, iterations=5, restarts=1, searches=2, search_steps=10),
-    images=30, autoattack=0, jacobians=10, preset="digits",
+    images=30, autoattack=0, jacobians=10, doubts=False, preset="digits",
 )  # fmt: skip
 PAPER = {
     "cifar10": {

@@ -40,7 +40,7 @@ TINY = Tier(
         ("pgd", "cw"), radius=0.031, iterations=5, restarts=1, radii=(1, 2, 3), searches=2,
         search_steps=10,
     ),
-    images=30, autoattack=0, jacobians=10, preset="digits", also=(0.02,),
+    images=30, autoattack=0, jacobians=10, doubts=False, preset="digits", also=(0.02,),
 )  # fmt: skip
 PAPER = {
     "baseline": (0.782, 0, 0, 0, 0, 0), "at": (0.509, 0.251, 0.118, 0.307, 0.168, 0.099),

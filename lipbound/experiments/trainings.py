@@ -43,6 +43,7 @@ class Tier:
         jacobians: At how many the Jacobian's norm is measured.
         preset: A name in ``PRESETS``.
         also: Further radii for PGD.
+        doubts: Whether the first seed's final network is looked at for doubts, and other radii.
     """
 
     says: str
@@ -55,6 +56,7 @@ class Tier:
     jacobians: int = 500
     preset: str = "paper-cifar"
     also: tuple[float, ...] = ()
+    doubts: bool = True
 
     def cells(self) -> Iterator[tuple[str, int]]:
         """Arms and seeds; a first seed of every arm before any second one."""
@@ -149,7 +151,8 @@ def cell(
         kind = network.path.stem
         say(f"{kind}:")
         options: dict[str, Any] = {"jacobians": tier.jacobians, "certify": True}
-        options["curves"] = options["doubts"] = chosen.seed == 0 and kind == "final"
+        look = tier.doubts and chosen.seed == 0 and kind == "final"
+        options["curves"] = options["doubts"] = look
         found[kind] = assess(
             network, None, images, tier.plan, torch.device(device), progress=say, **options
         )
