@@ -170,8 +170,10 @@ def test_gradient_is_that_of_finite_differences(norms):
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(torch.contiguous_format, torch.float32), (torch.channels_last, torch.bfloat16)],
+)
 def test_fused_equals_plain(layer, count, layout, dtype, monkeypatch):
     model = nn.Sequential(copy.deepcopy(layer).to(dtype))
     if layout is torch.channels_last:
