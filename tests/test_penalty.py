@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 
 import pytest
@@ -447,6 +448,7 @@ def test_untraceable_models_cannot_be_folded():
 
 def _one_of_two(rank: int, store: str) -> None:
     """A process of the test below: both must end with the same, right gradients."""
+    import torch._dynamo  # before the group, see lipbound.robust.team
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
@@ -469,6 +471,9 @@ def _one_of_two(rank: int, store: str) -> None:
                 both = [torch.empty_like(afterwards[0]) for _ in range(2)]
                 distributed.all_gather(both, afterwards[0])
                 torch.testing.assert_close(*both, rtol=0, atol=0)
+        # Its reducer joins gloo's threads with the interpreter's lock in hand, if it goes last.
+        del wrapped, penalty, model
+        gc.collect()
     finally:
         distributed.destroy_process_group()
 

@@ -153,8 +153,8 @@ def test_two_processes_are_one(tmp_path):
 
 
 TOGETHER = """
-import gc
 import sys
+from pathlib import Path
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
@@ -162,7 +162,7 @@ from test_train import blobs, chosen
 from lipbound.robust.team import team
 from lipbound.robust.train import Run
 from torch import distributed as dist
-def work(who):
+with team("cpu") as who:
     wanted = chosen("at+lipreg", ema=0.5, batchnorm={batchnorm!r})
     run = Run(wanted, blobs(channels=3), who)
     for step in range(6):
@@ -181,11 +181,9 @@ def work(who):
             assert torch.equal(first, tensor), "the processes hold different networks"
     for one, other in zip(run.model.state_dict().values(), again.model.state_dict().values()):
         assert torch.equal(one, other), "a resumed run went another way"
-    dist.barrier()
-
-with team("cpu") as who:
-    work(who)  # what talks to the other is gone before they part
-    gc.collect()
+# A thread of gloo's that outlives the team may abort the process when the interpreter ends.
+left = [name.read_text() for name in Path("/proc/self/task").glob("*/comm")]
+assert not any("gloo" in name for name in left), left
 """
 
 

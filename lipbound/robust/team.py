@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -52,9 +53,27 @@ class Team:
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite with the first process's."""
-        if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, 0)
+        self._at_once(tensors, lambda together: dist.broadcast(together, 0))
+
+    def mean(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite with the mean over all processes.
+
+        DistributedDataParallel would hold the process group beyond the team, and join gloo's
+        threads with the interpreter's lock in hand, which they may be waiting for. It would also
+        hide the exchange behind the backward pass; an adversarial step has many passes to one.
+        """
+        self._at_once(tensors, lambda together: self.sum(together).div_(self.size))
+
+    @torch.no_grad()
+    def _at_once(self, tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
+        """Exchange tensors as one, in place."""
+        if self.size == 1 or not (tensors := list(tensors)):
+            return
+        together = torch.cat([tensor.flatten() for tensor in tensors])
+        exchange(together)
+        parts = together.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 @contextmanager
@@ -76,6 +95,9 @@ def team(device: str | None = None) -> Iterator[Team]:
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
+    # Imported later, it takes the group for a default argument: gloo's threads then outlive the
+    # group, and may abort the process when the interpreter ends.
+    import_module("torch._dynamo")
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         who = Team(place, dist.get_rank(), dist.get_world_size())

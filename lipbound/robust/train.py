@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from lipbound.penalty import Penalty
 from lipbound.robust import checkpoints
@@ -203,10 +202,7 @@ class Run:
                 if model is not None:
                     model.compile(dynamic=False)
         self.replay = Replay() if chosen.cuda_graphs and who.device.type == "cuda" else None
-        # The attack's gradients stay at home; only the loss's are averaged over the processes.
-        self.whole: nn.Module = self.model
-        if who.size > 1:  # buffers are shared below, before the penalty reads them
-            self.whole = DistributedDataParallel(self.model, broadcast_buffers=False)
+        who.share(self.model.parameters())
         self.shown = 0.0
 
     @property
@@ -228,10 +224,11 @@ class Run:
             images = self._attacked(self.model, images, labels, self.chosen.attack)
         self.model.train()
         with self._autocast():
-            logits = self.whole(images).float()
+            logits = self.model(images).float()
         loss = functional.cross_entropy(logits, labels, label_smoothing=self.chosen.label_smoothing)
         self.optimizer.zero_grad()
         loss.backward()
+        self.who.mean(p.grad for p in self.parameters if p.grad is not None)
         # Every process saw other images; the penalty and the next attack read the same statistics.
         self.who.share(b for b in self.model.buffers() if b.is_floating_point())
         value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
