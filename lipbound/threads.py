@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from threading import Lock
 from typing import Any
+
+_lock, _limits = Lock(), ExitStack()
+_holders = 0
 
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
     """For many small factorizations: OpenBLAS's threads wait for each other longer than they work.
 
-    PyTorch keeps its own.
+    PyTorch keeps its own. The limit is the process's: the first who asks sets it, and the last who
+    leaves, in whatever thread, takes it away.
     """
+    global _holders
     controller = _controller()
-    with nullcontext() if controller is None else controller.limit(limits=1, user_api="blas"):
+    if controller is None:
         yield
+        return
+    with _lock:
+        if _holders == 0:
+            _limits.enter_context(controller.limit(limits=1, user_api="blas"))
+        _holders += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders -= 1
+            if _holders == 0:
+                _limits.close()
 
 
 @cache

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import ThreadpoolController
 from torch import nn
 
 from lipbound import BOUNDS, records
@@ -21,6 +22,7 @@ from lipbound.experiments.random_layers import FAMILIES, random_stack, structure
 from lipbound.experiments.tally import Tally
 from lipbound.experiments.worst_cases import search_kernels
 from lipbound.rules import RULES
+from lipbound.threads import one_blas_thread
 from lipbound.toeplitz import exact
 
 
@@ -157,17 +159,17 @@ def quick(monkeypatch):
 def test_seeds_go_on_where_the_file_ends_and_records_merge(quick, tmp_path, capsys):
     path = tmp_path / "campaign.jsonl"
     for _ in range(2):
-        schedule = campaign.Schedule(["layers", "networks"], campaign.opened(path), 100)
+        schedule = campaign.Schedule(["layers", "networks"], records.read(path), 100)
         for _ in range(3):
             task = schedule.task("cpu", ())
             records.append(path, campaign.run_task(task))
             schedule.spent[task.part] += 1.0
     with path.open("a") as file:
         file.write('{"experiment": "camp')  # killed in the middle of a line
-    seeds = sorted(s for r in campaign.opened(path) if r["part"] == "layers" for s in r["seeds"])
+    seeds = sorted(s for r in records.read(path) if r["part"] == "layers" for s in r["seeds"])
     assert seeds[0][0] == 100
     assert all(a[1] == b[0] for a, b in pairwise(seeds)), "none twice, no gap"
-    before = campaign.summary(campaign.opened(path))
+    before = campaign.summary(records.read(path))
     assert campaign.main(["--merge", "--out", str(path)]) == 0
     (line,) = [r for r in records.read(path) if r["part"] == "layers"]
     assert line["seeds"] == [[100, seeds[-1][1]]]
@@ -175,7 +177,7 @@ def test_seeds_go_on_where_the_file_ends_and_records_merge(quick, tmp_path, caps
     assert line["claims"]["claim"]["margin"] == 1 / seeds[-1][1]
     assert line["claims"]["claim"]["at"] == [seeds[-1][1] - 1, 0]
     assert before.strip() in capsys.readouterr().out
-    free = campaign.Schedule(["layers"], campaign.opened(path), 0)
+    free = campaign.Schedule(["layers"], records.read(path), 0)
     assert free.task("cpu", ()).first == 0, "before what is used there is room"
 
 
@@ -212,3 +214,18 @@ def test_windows_of_padding_alone_are_no_violation():
     reason = network_checks.margin(dead, (2, 3, 2), 3799)[3]
     assert reason == "a pooling window lies in padding alone"
     assert not network_checks.empty_windows(nn.Sequential(nn.MaxPool2d(2, padding=1)), (2, 4, 4))
+
+
+def test_the_blas_limit_goes_with_the_last_who_asked():
+    def threads():
+        return [lib.num_threads for lib in ThreadpoolController().lib_controllers
+                if lib.user_api == "blas"]  # fmt: skip
+
+    with ThreadpoolController().limit(limits=2, user_api="blas"):
+        before, one, two = threads(), one_blas_thread(), one_blas_thread()
+        one.__enter__()
+        two.__enter__()
+        one.__exit__(None, None, None)  # in another order than they came
+        assert set(threads()) <= {1}
+        two.__exit__(None, None, None)
+        assert threads() == before

@@ -12,6 +12,7 @@ if anything was violated. ``--merge`` joins the records of a file to one a part 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 from lipbound import records
 from lipbound.experiments.tally import Tally
+from lipbound.files import write
 
 LAYERS = 64  # kernels a stack; part of what a seed means
 PROVENANCE = ("device", "torch", "lipbound", "threads")
@@ -112,16 +114,6 @@ def _free(done: Sequence[dict[str, Any]], part: str, first: int) -> Iterator[tup
             first += step
 
 
-def opened(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line that was cut short is taken off."""
-    if path.exists():
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            path.write_bytes(whole)
-    return records.read(path)
-
-
 def merged(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One record for each part, device and version: sums, smallest margins, ranges of seeds."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -201,7 +193,7 @@ def campaign(
 
     os.environ["OMP_NUM_THREADS"] = "1"  # for the workers, before they import torch
     context = multiprocessing.get_context("spawn")
-    schedule = Schedule(parts, opened(path), first)
+    schedule = Schedule(parts, records.read(path), first)
     end = time.monotonic() + 60 * minutes
     status = Status(end)
     busy: dict[Any, Any] = {}
@@ -309,16 +301,14 @@ def main(given: Sequence[str] | None = None) -> int:
     chosen = arguments(given)
     code = 0
     if chosen.merge:
-        lines = merged(opened(chosen.out))
-        chosen.out.unlink(missing_ok=True)
-        for record in lines:
-            records.append(chosen.out, record)
+        lines = [json.dumps(record) + "\n" for record in merged(records.read(chosen.out))]
+        write(chosen.out, "".join(lines).encode())
     else:
         code = campaign(
             chosen.out, chosen.minutes, chosen.workers, chosen.parts, chosen.first_seed,
             chosen.device, tuple(chosen.weights),
         )  # fmt: skip
-    found = opened(chosen.out)
+    found = records.read(chosen.out)
     print(summary(found))
     return 1 if any(record["violations"] for record in found) else code
 

@@ -89,11 +89,10 @@ def _uphill(model: nn.Module, point: Tensor, matrix: Tensor) -> Tensor:
 
 @torch.no_grad()
 def empty_windows(model: nn.Module, shape: Shape) -> bool:
-    """Whether a pooling window lies in padding alone: its maximum is −∞, and torch has no gradient.
+    """Whether a pooling window of a float64 network lies in padding alone: its maximum is −∞.
 
-    The audit bounds such networks; nothing can be held against it.
+    torch has no gradient there. The audit bounds such networks; nothing can be held against it.
     """
-    model = copy.deepcopy(model).double()  # not every pool knows bfloat16
     seen: list[bool] = []
 
     def look(module: nn.Module, given: object, result: Tensor) -> None:
@@ -117,9 +116,10 @@ def margin(model: nn.Module, shape: Shape, seed: int) -> tuple[float, float, flo
     found = audit(model, shape, search=0, method=method, effort=effort)
     if found.upper == math.inf:
         return math.nan, math.inf, 0.0, found.reason
-    if empty_windows(model, shape):
+    wide = copy.deepcopy(model).double()
+    if empty_windows(wide, shape):
         return math.nan, found.upper, 0.0, "a pooling window lies in padding alone"
-    truth = searched_norm(copy.deepcopy(model).double(), shape, seed)
+    truth = searched_norm(wide, shape, seed)
     return (found.upper / truth - 1 if truth else math.inf), found.upper, truth, ""
 
 

@@ -19,6 +19,7 @@ from lipbound.bounds import cells, energies, finite, gram_iteration
 from lipbound.experiments.campaign import LAYERS
 from lipbound.experiments.layer_checks import claims
 from lipbound.experiments.random_layers import random_stack
+from lipbound.files import write
 from lipbound.geometry import Convolution
 from lipbound.records import provenance
 
@@ -94,7 +95,7 @@ def main() -> None:
         print(f"{name}: {claim or 'missed'} after {layers:,} layers", flush=True)
     record = {"experiment": "planted", "faults": found, **provenance()}
     if chosen.out:
-        chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(chosen.out, (json.dumps(record, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":
