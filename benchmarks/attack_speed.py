@@ -23,7 +23,7 @@ from lipbound.records import append, provenance
 from lipbound.robust.attacks import autoattack
 from lipbound.robust.data import DATA
 from lipbound.robust.plan import Plan, engine, strongest
-from lipbound.robust.train import load_trained
+from lipbound.robust.trained import load_trained
 from lipbound.robust.verify import tf32, verified
 
 

@@ -27,7 +27,7 @@ import lipbound
 from lipbound.experiments.networks import Layers
 from lipbound.experiments.speed import gram_iteration
 from lipbound.records import append
-from lipbound.robust.train import load_trained
+from lipbound.robust.trained import load_trained
 
 
 def seconds(run, repeats: int, device: str, clock) -> tuple[float, object]:

@@ -20,9 +20,9 @@ import torch
 
 from lipbound.records import append, provenance
 from lipbound.robust.data import in_memory
+from lipbound.robust.run import Run, penalty_of
 from lipbound.robust.settings import settings
 from lipbound.robust.team import Team
-from lipbound.robust.train import Run, penalty_of
 
 ARMS = ("at", "at+pm", "at+lipreg", "at+spectral")
 

@@ -79,7 +79,7 @@ def _refuse_bomb(path: Path) -> None:
 def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:
     """The network ``lipbound train`` wrote to this file, its input shape and a title."""
     from lipbound.robust import checkpoints
-    from lipbound.robust.train import load_trained
+    from lipbound.robust.trained import load_trained
 
     about = checkpoints.about(path) if path.suffix in SAFE and path.is_file() else None
     if about is None or "classes" not in about:

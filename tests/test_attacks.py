@@ -31,7 +31,8 @@ from lipbound.robust.plan import ATTACKS, Plan, pushed
 from lipbound.robust.settings import settings
 from lipbound.robust.smallest import carlini_wagner
 from lipbound.robust.strongest import strongest_pgd
-from lipbound.robust.train import load_model, train
+from lipbound.robust.train import train
+from lipbound.robust.trained import load_model
 
 pytest.importorskip("sklearn", reason="scikit-learn's digits")
 RADIUS = 0.15

@@ -18,7 +18,8 @@ from lipbound.kernels import plain
 from lipbound.robust.evaluate import evaluate, outcomes
 from lipbound.robust.models import WideResNet
 from lipbound.robust.plan import Plan
-from lipbound.robust.train import load_model, train
+from lipbound.robust.train import train
+from lipbound.robust.trained import load_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -20,7 +20,8 @@ from lipbound import files
 from lipbound.experiments import kills
 from lipbound.records import append, read
 from lipbound.robust import checkpoints
-from lipbound.robust.train import Run, train
+from lipbound.robust.run import Run
+from lipbound.robust.train import train
 
 
 def forked(run) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lipbound.robust import data as datasets
+from lipbound.robust import parsers
 from lipbound.robust.attacks import pgd
 from lipbound.robust.balls import BALLS
 from lipbound.robust.models import MODELS, WideResNet, normalized
@@ -256,7 +257,7 @@ def test_foreign_and_cut_image_files(tmp_path, capsys, monkeypatch):
         info = tarfile.TarInfo("y")
         info.pax_headers = {"comment": "z" * 3_000_000}
         tar.addfile(info)
-    monkeypatch.setattr(datasets, "LARGEST", 1 << 20)
+    monkeypatch.setattr(parsers, "LARGEST", 1 << 20)
     with pytest.raises(ValueError, match="unpacks to more than"):
         datasets.cifar10(tmp_path / "bomb")
 
@@ -276,7 +277,7 @@ def test_idx_files(tmp_path, monkeypatch):
     assert found.input_shape == (1, 4, 5)
     assert found.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
     with monkeypatch.context() as patch:
-        patch.setattr(datasets, "LARGEST", 50)
+        patch.setattr(parsers, "LARGEST", 50)
         with pytest.raises(ValueError, match="unpacks to more than"):
             datasets.fashion_mnist(tmp_path)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(images[:9])

@@ -23,10 +23,11 @@ from lipbound.experiments import packed
 from lipbound.network import audit_weights
 from lipbound.page import page
 from lipbound.report import audit_table, speed_table
-from lipbound.robust import checkpoints
+from lipbound.robust import checkpoints, streamed
 from lipbound.robust import data as datasets
 from lipbound.robust.folder import RunFolder
-from lipbound.robust.train import load_trained, train
+from lipbound.robust.train import train
+from lipbound.robust.trained import load_trained
 from lipbound.sources import read_weights
 from lipbound.text import printable
 
@@ -176,7 +177,7 @@ def test_pictures_that_grow(tmp_path, monkeypatch):
     assert (tmp_path / "train" / "cat" / "0.png").stat().st_size < 5000
     found = datasets.folder(tmp_path)
     found.train.workers = 0
-    monkeypatch.setattr(datasets, "PIXELS", 4000 * 4000 - 1)
+    monkeypatch.setattr(streamed, "PIXELS", 4000 * 4000 - 1)
     with pytest.raises(ValueError, match=r"0\.png' holds a picture of 4000×4000"):
         found.train.load(torch.arange(1))
 

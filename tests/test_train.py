@@ -19,9 +19,11 @@ from lipbound import bound
 from lipbound.records import read
 from lipbound.robust import checkpoints
 from lipbound.robust.data import digits, in_memory
+from lipbound.robust.run import Run
 from lipbound.robust.settings import ARMS, as_dict, settings
 from lipbound.robust.team import Team
-from lipbound.robust.train import Run, load_model, train
+from lipbound.robust.train import train
+from lipbound.robust.trained import load_model
 
 SMALL = {"batch": 16, "attack": 2, "check": 40, "check_attack": 2, "radius": 0.1}
 
@@ -160,7 +162,7 @@ import torch
 torch.set_num_threads(1)
 from test_train import blobs, chosen
 from lipbound.robust.team import team
-from lipbound.robust.train import Run
+from lipbound.robust.run import Run
 from torch import distributed as dist
 with team("cpu") as who:
     wanted = chosen("at+lipreg", ema=0.5, batchnorm={batchnorm!r})

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lipbound.robust.data import DATA, FORMATS, LARGEST, Data, decoded, in_memory
+from lipbound.robust.data import DATA, Data, in_memory
+from lipbound.robust.parsers import LARGEST
+from lipbound.robust.streamed import FORMATS, decoded
 
 
 def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:

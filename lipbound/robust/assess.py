@@ -14,7 +14,7 @@ from lipbound.network import audit
 from lipbound.records import provenance
 from lipbound.robust.evaluate import evaluate
 from lipbound.robust.plan import Plan
-from lipbound.robust.train import Trained, load_trained
+from lipbound.robust.trained import Trained, load_trained
 
 
 def networks(path: Path) -> list[Trained]:

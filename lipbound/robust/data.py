@@ -1,28 +1,21 @@
-"""Labelled images by name: small sets as bytes in memory (on the device), large ones streamed.
-
-Files are parsed, never executed: the pickles CIFAR comes in may only name numpy arrays.
-"""
+"""Labelled images by name: small sets as bytes in memory (on the device), large ones streamed."""
 
 from __future__ import annotations
 
-import gzip
-import io
-import math
-import pickle
-import struct
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Bytes = NDArray[np.uint8]
-LARGEST = 1 << 30  # bytes of one file, uncompressed: more is refused before it is read
+from lipbound.robust.parsers import Bytes, files, idx, pickled, rows
+from lipbound.robust.streamed import Streamed
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Split(Protocol):
@@ -167,12 +160,12 @@ def _cifar(
     root = _folder(folder, f"{name}-python.tar.gz or the folder it unpacks to")
     skip = 1 if name == "cifar-10" else 2  # label bytes of a binary record; the last is the label
     kinds: list[tuple[str, str, str, Callable[[bytes], tuple[Bytes, NDArray[Any]]]]] = [
-        (f"{name}-{python}", f"{name}-python.tar.gz", "", _pickled),
-        (f"{name}-{binary}", f"{name}-binary.tar.gz", ".bin", lambda raw: _records(raw, skip)),
+        (f"{name}-{python}", f"{name}-python.tar.gz", "", pickled),
+        (f"{name}-{binary}", f"{name}-binary.tar.gz", ".bin", lambda raw: rows(raw, skip)),
     ]
     for inside, archive, ending, parse in kinds:
         names = [f"{n}{ending}" for n in (*train, *test)]
-        found = _files(root, inside, archive, names)
+        found = files(root, inside, archive, names)
         if found is not None:
             parts = [parse(found[n]) for n in names]
             images = [p[0].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1) for p in parts]
@@ -189,108 +182,6 @@ def _cifar(
     )
 
 
-def _files(root: Path, inside: str, archive: str, names: list[str]) -> dict[str, bytes] | None:
-    """The named files from a folder or an archive, by whole names only; nothing is unpacked."""
-    for place in (root / inside, root):
-        if all((place / n).is_file() for n in names):
-            return {n: _whole(place / n) for n in names}
-    path = root / archive
-    if not path.is_file():
-        return None
-    wanted = {f"{inside}/{n}": n for n in names}
-    found: dict[str, bytes] = {}
-    try:
-        with gzip.open(path) as file, _stream(file) as tar:
-            for member in tar:
-                if member.isfile() and member.name in wanted:
-                    content = tar.extractfile(member)
-                    assert content is not None
-                    found[wanted[member.name]] = content.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ValueError(f"{str(path)!r} is no complete archive: {error}") from None
-    missing = [n for n in names if n not in found]
-    if missing:
-        raise ValueError(f"{str(path)!r} lacks {', '.join(missing)}")
-    return found
-
-
-def _stream(file: Any) -> tarfile.TarFile:
-    limited: Any = _Limited(file)
-    return tarfile.open(mode="r|", fileobj=limited)
-
-
-class _Limited:
-    """A file that refuses to give more than ``LARGEST`` bytes, at once or in all."""
-
-    def __init__(self, file: Any):
-        self.file, self.left = file, LARGEST
-
-    def read(self, size: int = -1) -> bytes:
-        self.left -= size
-        if size < 0 or self.left < 0:
-            raise ValueError(f"the archive unpacks to more than {LARGEST >> 20} MiB")
-        return self.file.read(size)
-
-
-class _Bytes:
-    """Stands for numpy's dtype: of bytes, whatever state the file would give it."""
-
-    def __init__(self, name: str, *flags: Any):
-        if str(name).lstrip("|") != "u1":
-            raise ValueError(f"it holds an array of {name!r}, not of bytes")
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _Array:
-    """Stands for numpy's ndarray while a file is read."""
-
-    array: Bytes
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, shape, kind, fortran, raw = state
-        if not isinstance(kind, _Bytes) or not isinstance(raw, bytes) or fortran:
-            raise ValueError("it holds no plain array of bytes")
-        self.array = np.frombuffer(raw, np.uint8).reshape([int(n) for n in shape])
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Builds dictionaries, lists and arrays of bytes from stand-ins; all else is refused."""
-
-    KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
-        ("numpy.core.multiarray", "_reconstruct"): lambda *_: _Array(),
-        ("numpy._core.multiarray", "_reconstruct"): lambda *_: _Array(),
-        ("numpy", "ndarray"): _Array,
-        ("numpy", "dtype"): _Bytes,
-        # How Python 3 writes the bytes of an array.
-        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.KNOWN:
-            raise ValueError(f"it names {module}.{name}, which no image file needs")
-        return self.KNOWN[module, name]
-
-
-def _pickled(raw: bytes) -> tuple[Bytes, NDArray[Any]]:
-    try:
-        content = _ArraysOnly(io.BytesIO(raw), encoding="bytes").load()
-        images = content[b"data"].array
-        labels = np.asarray(content[b"labels" if b"labels" in content else b"fine_labels"])
-        return images.reshape(-1, 3072), labels
-    except Exception as error:
-        raise ValueError(f"a CIFAR file is damaged or foreign, nothing was run: {error}") from None
-
-
-def _records(raw: bytes, labels: int) -> tuple[Bytes, NDArray[Any]]:
-    size = labels + 3072
-    if len(raw) % size or not raw:
-        raise ValueError(f"a CIFAR file has {len(raw)} bytes, no multiple of {size}; it is cut")
-    rows = np.frombuffer(raw, np.uint8).reshape(-1, size)
-    return rows[:, labels:], rows[:, labels - 1].copy()
-
-
 def fashion_mnist(folder: Path | None = None) -> Data:
     """Fashion-MNIST (or MNIST) from idx files, compressed or not; Debian's package by default."""
     debian = Path("/usr/share/datasets/fashion-mnist")
@@ -299,40 +190,12 @@ def fashion_mnist(folder: Path | None = None) -> Data:
         if list((root / inside).glob("train-images-idx3-ubyte*")):
             root = root / inside
     parts = [
-        _idx(root / f"{kind}-{what}")
+        idx(root / f"{kind}-{what}")
         for kind in ("train", "t10k")
         for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
     ]
     train, test = (parts[0][..., None], parts[1]), (parts[2][..., None], parts[3])
     return in_memory(train, test, crop=2, flip=True)
-
-
-def _idx(path: Path) -> Bytes:
-    packed = path.with_name(path.name + ".gz")
-    if not path.is_file() and not packed.is_file():
-        raise ValueError(f"there is no {str(path)!r} (nor .gz)")
-    raw = _whole(path if path.is_file() else packed)
-    if len(raw) < 4 or raw[:3] != b"\0\0\x08":
-        raise ValueError(f"{str(path)!r} is no idx file of bytes")
-    axes = raw[3]
-    if len(raw) < 4 + 4 * axes:
-        raise ValueError(f"{str(path)!r} is cut in its header")
-    shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
-    body = raw[4 + 4 * axes :]
-    if len(body) != math.prod(shape):
-        raise ValueError(f"{str(path)!r} is cut: {len(body)} bytes of {math.prod(shape)}")
-    return np.frombuffer(body, np.uint8).reshape(shape).copy()
-
-
-def _whole(path: Path) -> bytes:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
-    except (OSError, EOFError) as error:
-        raise ValueError(f"cannot read {str(path)!r}: {error}") from None
-    if len(raw) > LARGEST:
-        raise ValueError(f"{str(path)!r} unpacks to more than {LARGEST >> 20} MiB")
-    return raw
 
 
 def _folder(folder: Path | None, what: str) -> Path:
@@ -341,108 +204,6 @@ def _folder(folder: Path | None, what: str) -> Path:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     return folder
-
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-PIXELS = 1 << 26  # of one picture: more is refused before it is decoded
-
-
-class Streamed:
-    """Images in one folder per class, decoded by worker processes as they are needed.
-
-    Training images are cut at random (8 to 100 % of the area, sides 3:4 to 4:3) and mirrored,
-    test images resized and cut in the middle. What is cut depends on the seed and the image.
-    """
-
-    def __init__(self, root: Path, classes: Sequence[str], size: int = 224, workers: int = 8):
-        self.size, self.workers = size, workers
-        self.paths: list[Path] = []
-        self.labels: list[int] = []
-        for label, name in enumerate(classes):
-            found = sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in ENDINGS)
-            self.paths += found
-            self.labels += [label] * len(found)
-        if not self.paths:
-            raise ValueError(f"no images in {str(root)!r}; it should hold one folder per class")
-        # Mixed, so that the first so many are of all classes.
-        order = np.random.default_rng(0).permutation(len(self.paths))
-        self.paths = [self.paths[i] for i in order]
-        self.labels = [self.labels[i] for i in order]
-        self._seed: int | None = None
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from PIL import Image
-
-        # By name, not by content: Pillow would hand PostScript to an interpreter.
-        with Image.open(self.paths[index], formats=FORMATS) as opened:
-            image = decoded(opened, self.paths[index])
-        size = self.size
-        width, height = image.size
-        box, mirrored = _middle(width, height), False
-        if self._seed is not None:
-            draw = np.random.default_rng((self._seed, index))
-            box, mirrored = _random_box(width, height, draw), bool(draw.random() < 0.5)
-        cut = image.resize((size, size), Image.Resampling.BILINEAR, box)
-        array = np.asarray(cut, np.uint8)
-        array = array[:, ::-1] if mirrored else array
-        return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1))), self.labels[index]
-
-    def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        self._seed = None
-        return next(self._loader([indices]))
-
-    def stream(
-        self, batches: Sequence[Tensor], seed: int | None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        self._seed = seed
-        return self._loader(batches)
-
-    def _loader(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        loader: Any = torch.utils.data.DataLoader(
-            self,  # type: ignore[arg-type]
-            batch_sampler=[b.tolist() for b in batches],
-            num_workers=self.workers if len(batches) > 1 else 0,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(0),  # else it would draw from the global one
-        )
-        return iter(loader)
-
-
-def decoded(image: Any, path: Path) -> Any:
-    """The picture in RGB, if its header does not announce more pixels than a photograph has.
-
-    Raises:
-        ValueError: If it does; nothing is decoded.
-    """
-    width, height = image.size
-    if width * height > PIXELS:
-        raise ValueError(f"{str(path)!r} holds a picture of {width}×{height}; {PIXELS:,} is a lot")
-    return image.convert("RGB")
-
-
-def _middle(width: int, height: int) -> tuple[float, float, float, float]:
-    """The central square, 7/8 of the shorter side, as 224 of 256 is."""
-    side = min(width, height) * 0.875
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
-def _random_box(
-    width: int, height: int, draw: np.random.Generator
-) -> tuple[float, float, float, float]:
-    for _ in range(10):
-        area = width * height * draw.uniform(0.08, 1.0)
-        shape = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
-        w, h = math.sqrt(area * shape), math.sqrt(area / shape)
-        if w <= width and h <= height:
-            left, top = draw.uniform(0, width - w), draw.uniform(0, height - h)
-            return left, top, left + w, top + h
-    return _middle(width, height)
 
 
 def folder(folder: Path | None = None) -> Data:

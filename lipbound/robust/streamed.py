@@ -1,0 +1,112 @@
+"""Pictures in folders, decoded when they are needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+PIXELS = 1 << 26  # of one picture: more is refused before it is decoded
+
+
+class Streamed:
+    """Images in one folder per class, decoded by worker processes as they are needed.
+
+    Training images are cut at random (8 to 100 % of the area, sides 3:4 to 4:3) and mirrored,
+    test images resized and cut in the middle. What is cut depends on the seed and the image.
+    """
+
+    def __init__(self, root: Path, classes: Sequence[str], size: int = 224, workers: int = 8):
+        self.size, self.workers = size, workers
+        self.paths: list[Path] = []
+        self.labels: list[int] = []
+        for label, name in enumerate(classes):
+            found = sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in ENDINGS)
+            self.paths += found
+            self.labels += [label] * len(found)
+        if not self.paths:
+            raise ValueError(f"no images in {str(root)!r}; it should hold one folder per class")
+        # Mixed, so that the first so many are of all classes.
+        order = np.random.default_rng(0).permutation(len(self.paths))
+        self.paths = [self.paths[i] for i in order]
+        self.labels = [self.labels[i] for i in order]
+        self._seed: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        # By name, not by content: Pillow would hand PostScript to an interpreter.
+        with Image.open(self.paths[index], formats=FORMATS) as opened:
+            image = decoded(opened, self.paths[index])
+        size = self.size
+        width, height = image.size
+        box, mirrored = _middle(width, height), False
+        if self._seed is not None:
+            draw = np.random.default_rng((self._seed, index))
+            box, mirrored = _random_box(width, height, draw), bool(draw.random() < 0.5)
+        cut = image.resize((size, size), Image.Resampling.BILINEAR, box)
+        array = np.asarray(cut, np.uint8)
+        array = array[:, ::-1] if mirrored else array
+        return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1))), self.labels[index]
+
+    def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        self._seed = None
+        return next(self._loader([indices]))
+
+    def stream(
+        self, batches: Sequence[Tensor], seed: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        self._seed = seed
+        return self._loader(batches)
+
+    def _loader(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        loader: Any = torch.utils.data.DataLoader(
+            self,  # type: ignore[arg-type]
+            batch_sampler=[b.tolist() for b in batches],
+            num_workers=self.workers if len(batches) > 1 else 0,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(0),  # else it would draw from the global one
+        )
+        return iter(loader)
+
+
+def decoded(image: Any, path: Path) -> Any:
+    """The picture in RGB, if its header does not announce more pixels than a photograph has.
+
+    Raises:
+        ValueError: If it does; nothing is decoded.
+    """
+    width, height = image.size
+    if width * height > PIXELS:
+        raise ValueError(f"{str(path)!r} holds a picture of {width}×{height}; {PIXELS:,} is a lot")
+    return image.convert("RGB")
+
+
+def _middle(width: int, height: int) -> tuple[float, float, float, float]:
+    """The central square, 7/8 of the shorter side, as 224 of 256 is."""
+    side = min(width, height) * 0.875
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _random_box(
+    width: int, height: int, draw: np.random.Generator
+) -> tuple[float, float, float, float]:
+    for _ in range(10):
+        area = width * height * draw.uniform(0.08, 1.0)
+        shape = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = math.sqrt(area * shape), math.sqrt(area / shape)
+        if w <= width and h <= height:
+            left, top = draw.uniform(0, width - w), draw.uniform(0, height - h)
+            return left, top, left + w, top + h
+    return _middle(width, height)
