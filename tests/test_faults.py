@@ -20,6 +20,7 @@ from lipbound import files
 from lipbound.experiments import kills
 from lipbound.records import append, read
 from lipbound.robust import checkpoints
+from lipbound.robust.folder import lock
 from lipbound.robust.run import Run
 from lipbound.robust.train import train
 
@@ -318,6 +319,19 @@ def test_clocks_that_jump_decide_nothing(tmp_path, monkeypatch):
     assert (
         checkpoints.Folder(tmp_path / "part" / "checkpoints").newest()[1]["step"] == part["steps"]
     )
+
+
+def test_a_process_forked_off_holds_no_lock(tmp_path):
+    held = lock(tmp_path / ".lock")
+    assert lock(tmp_path / ".lock") is None
+    (began, begin), (ended, end) = os.pipe(), os.pipe()
+    process = forked(lambda: os.write(begin, b".") and os.read(ended, 1))
+    os.read(began, 1)
+    held.close()
+    again = lock(tmp_path / ".lock")
+    os.write(end, b".")
+    os.waitpid(process, 0)
+    assert again is not None
 
 
 def test_the_second_of_two_runs_refuses(tmp_path, monkeypatch, capsys):

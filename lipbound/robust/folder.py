@@ -8,12 +8,24 @@ import os
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+from weakref import WeakSet
 
 from torch import Tensor
 
 from lipbound.files import read_json, write
 from lipbound.records import append, read
 from lipbound.robust import checkpoints
+
+_held: WeakSet[IO[str]] = WeakSet()
+
+
+def _let_go() -> None:
+    for file in list(_held):
+        file.close()
+
+
+# A process forked off (a worker that loads images) must not hold a lock after its parent's kill.
+os.register_at_fork(after_in_child=_let_go)
 
 
 def lock(path: Path) -> IO[str] | None:
@@ -25,6 +37,7 @@ def lock(path: Path) -> IO[str] | None:
     except OSError:
         file.close()
         return None
+    _held.add(file)
     return file
 
 
@@ -41,8 +54,6 @@ class RunFolder:
         self.checkpoints = checkpoints.Folder(root / "checkpoints")
         self.records = root / "records.jsonl"
         self._lock: IO[str] | None = None
-        # A process forked off (a worker that loads images) must not hold the lock after a kill.
-        os.register_at_fork(after_in_child=self._close)
 
     def __enter__(self) -> RunFolder:
         if self.writes:
@@ -58,9 +69,6 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._close()
-
-    def _close(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
