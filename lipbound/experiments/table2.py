@@ -49,12 +49,12 @@ TIERS = {
         FULL,
     ),
     "B": Tier(
-        "PreActResNet-18 on CIFAR-10, 30 epochs, one cycle",
-        QUICK,
+        "PreActResNet-18 on CIFAR-10, 60 epochs, one cycle",
+        {**QUICK, "epochs": 60},
         {
             "at": {"arm": "at"},
             "at+lipreg 0.008": {"arm": "at+lipreg", **PUBLISHED},
-            "ours": {"arm": "at+spectral", "penalty_weight": 0.008, "ema": 0.998},
+            "ours": {"arm": "at+spectral", "penalty_weight": 0.002, "ema": 0.998},
         },
         plan=FULL,
         preset="fast",
