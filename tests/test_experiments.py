@@ -6,11 +6,13 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from test_cli import run
+from torch._dynamo.utils import counters
 
 from lipbound.experiments import audits, table2, trainings
 from lipbound.experiments.reproduce import EXPERIMENTS, report, write_figure
@@ -66,6 +68,18 @@ def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
 
 
 TINY = replace(table2.TINY, common={"epochs": 1, "check": 20, "batch": 256}, images=8, jacobians=2)
+
+
+def test_cells_share_what_was_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    tier = replace(TINY, common={**TINY.common, "compile": True}, arms={"at": {"arm": "at"}},
+                   seeds={"at": 2}, plan=replace(TINY.plan, compile=True))  # fmt: skip
+    graphs = []
+    work("tiny", tier, tmp_path, device="cpu",
+         say=lambda _: graphs.append(counters["stats"]["unique_graphs"]))  # fmt: skip
+    second = graphs.index(graphs[-1])
+    assert graphs[-1] > 2
+    assert second < len(graphs) // 2, "the second cell was compiled anew"
 
 
 def test_cells_are_done_once_and_one_after_the_other(tmp_path):

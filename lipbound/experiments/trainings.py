@@ -118,7 +118,8 @@ def work(
         if claim is None:
             say("another process is at it")
             continue
-        with claim:
+        # All cells share what is compiled for the first: steps, checks, attacks.
+        with claim, torch._dynamo.config.patch(recompile_limit=64):
             record = cell(tier, chosen, data, where, device, left, say)
             if record is None:
                 break
@@ -143,7 +144,6 @@ def cell(
             raise KeyboardInterrupt
         return None
     trained = time.perf_counter() - start
-    torch._dynamo.reset()  # what was compiled for training is of no use below
     images = data.test.load(torch.arange(min(tier.images, len(data.test))))
     few = (images[0][: tier.autoattack], images[1][: tier.autoattack])
     found: dict[str, Any] = {}
