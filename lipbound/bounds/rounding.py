@@ -1,6 +1,7 @@
 r"""What floating point can do to a bound, and how it is paid for.
 
-Every bound is computed in float64, whatever the weights' precision (they convert exactly), on a
+Every bound is computed in float64 (the spectral search proves cells with room to spare in float32,
+see :mod:`lipbound.bounds.single`), whatever the weights' precision (they convert exactly), on a
 kernel divided by a power of two near its largest entry, and is then enlarged by an a-priori bound
 of its rounding error. Notation: :math:`u = 2^{-53}`, :math:`\gamma_k = ku/(1 - ku)`. A float64
 inner product of length k, in any order, with or without fused multiply-adds, errs by at most
