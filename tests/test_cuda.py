@@ -149,6 +149,17 @@ def test_bounds_hold():
     assert truth.lower <= value <= 20 * truth.upper
 
 
+@pytest.mark.parametrize("rtol", [1e-3, 1e-6])
+@pytest.mark.parametrize("channels", [(24, 32), (130, 150), (512, 512)], ids=str)
+def test_brackets_are_those_of_the_processor(channels, rtol):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(*channels, 3)
+    truth, found = lipbound.bracket(layer, rtol), lipbound.bracket(layer.cuda(), rtol)
+    assert found.upper <= found.lower * (1 + rtol)
+    assert truth.lower <= found.upper * (1 + 1e-12)
+    assert found.lower <= truth.upper * (1 + 1e-12)
+
+
 def test_floor_and_gradient_scaler():
     network = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)).cuda()
     with torch.no_grad():
