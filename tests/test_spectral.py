@@ -185,6 +185,21 @@ def test_spectral_is_the_default_and_the_brackets_upper_end():
     assert exact(layer, (8, 8)) <= float(tighter) < upper
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_gradients_on_a_ridge(seed):
+    """Two taps: the symbol is largest on a line, where second derivatives are singular."""
+    kernel = torch.zeros(1, 1, 2, 3, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(seed)
+    taps = torch.rand(2, generator=draw, dtype=torch.float64)
+    kernel[0, 0, 0, 2], kernel[0, 0, 1, 0] = taps
+    kernel.requires_grad_()
+    value = bound(kernel)
+    (gradient,) = torch.autograd.grad(value, kernel)
+    assert value.item() == pytest.approx(taps.sum().item(), rel=1e-3)
+    assert (gradient * kernel).sum().item() == pytest.approx(value.item(), rel=1e-9)
+    assert gradient[0, 0, [0, 1], [2, 0]].tolist() == pytest.approx([1, 1], rel=2e-3)
+
+
 def test_gradient_is_the_maximizers():
     """Against the SVD at the peak: ∂σ1/∂K_h = Re(ū v* e^{ih·ω})."""
     kernel = torch.randn(5, 4, 3, 3, dtype=torch.float64, requires_grad=True)

@@ -354,10 +354,13 @@ class Search:
                     image[:1].conj(), always=True,
                 )  # fmt: skip
                 bend = (slope[1:] - slope[0]) / 1e-5
-                bend = (bend + bend.T) / 2
-                if not dims or (np.linalg.eigvalsh(bend) >= 0).any():
+                values, axes = np.linalg.eigh((bend + bend.T) / 2)
+                level = 1e-8 * np.abs(values).max(initial=0.0)  # what differences can tell from 0
+                steep = values < -level
+                if not steep.any() or (values > level).any():
                     break
-                frequency = frequency - np.linalg.solve(bend, slope[0])
+                along = axes[:, steep]  # a ridge has no place of its own along the others
+                frequency = frequency - along @ (along.T @ slope[0] / values[steep])
 
     def _record(
         self,
