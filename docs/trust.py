@@ -189,6 +189,8 @@ Each is fixed, with a test.
   it was NaN, which is no bound either. Both say ∞ now.
 - `constrain(layer, 1.0).eval()` let σ1 = 1 + 5e-8 pass: it compared with the limit times 1 + 1e-7.
 - `audit(model, shape, effort="high")` ended in a TypeError for chains of residual blocks with one axis.
+- `bound(kernel, "spectral")` of a kernel with gradients ended in a LinAlgError where the symbol is largest along a line
+  and the second derivatives are singular there (once among 22,000 such bounds).
 - On a GPU, audits of x + conv(x), `effort="high"`, networks without parameters, and `certify` mixed CPU tensors with
   the network's; these were read in the code while the campaign was made ready for one.
 """
