@@ -78,8 +78,9 @@ def speed() -> str:
     return f"""## Speed
 
 `python benchmarks/brackets.py --depth DEPTH [--weights FILE]`, or `--run` with a network of
-`lipbound train` (the `fast` preset's here): all convolutions of a ResNet to rtol = 1e-3, certified, beside Gram iteration (float32, five products, a 10×10 grid, no
-certificate) on the same weights in the same run. A ratio above 1 means the certificate is the
+`lipbound train` (the `fast` preset's here): all convolutions of a ResNet to rtol = 1e-3,
+certified, beside Gram iteration (float32, five products, a 10×10 grid, no certificate) on the same
+weights in the same run. A ratio above 1 means the certificate is the
 quicker of the two. Operations are the tensor operations one call dispatches, about the kernels a
 GPU launches; rows without that number are of earlier code, which needed more of them. With
 `--clock process` seconds are CPU seconds, for a machine that others use too.
@@ -88,8 +89,8 @@ GPU launches; rows without that number are of earlier code, which needed more of
 
 On a CPU trained weights are quick: their symbols have peaks, and a few large cells rule out most
 of the torus. Freshly initialised wide layers are slow: their symbols are flat to a few per cent,
-so the proof consists of Cholesky factorizations on a fine cover. On the GPU the search is bound
-by kernel launches and by copies to the host, where it decides, and Gram iteration wins.
+so the proof consists of Cholesky factorizations on a fine cover. On the GPU Gram iteration wins;
+what bounds the search there has not been profiled.
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def append(path: Path, record: dict[str, Any]) -> None:
                 raise
     except OSError as error:
         raise _refusal(path, error) from None
+
+
+def rewrite(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Replace a file of records by these, in one go."""
+    write(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 def whole_json(text: bytes | str) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import cache
 
 from torch import Tensor
 
@@ -26,13 +27,16 @@ def call(
         close = get_close_matches(str(method), table, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown {kind} method {method!r}; there are {', '.join(table)}{hint}")
-    own = [
-        name
-        for name, parameter in inspect.signature(table[method]).parameters.items()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ][1:]
-    known = dict.fromkeys([*own, *GEOMETRY])
+    known = _options(table[method])
     for name in options:
         if name not in known:
             raise TypeError(f"{method} has no option {name!r}; it takes {', '.join(known)}")
     return in_pieces(lambda: table[method](layer, **options))
+
+
+@cache
+def _options(method: Callable[..., Tensor]) -> dict[str, None]:
+    """What a method takes besides the layer: its own options, then a bare kernel's geometry."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    own = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    return dict.fromkeys([*own, *GEOMETRY])

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lipbound.files import append, whole_json
+from lipbound.files import append, rewrite, whole_json
 
-__all__ = ["append", "provenance", "read", "table"]
+__all__ = ["append", "provenance", "read", "rewrite", "table"]
 
 
 def provenance(device: str = "cpu", seed: int = 0) -> dict[str, Any]:

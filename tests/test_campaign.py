@@ -221,6 +221,8 @@ def test_the_blas_limit_goes_with_the_last_who_asked():
         return [lib.num_threads for lib in ThreadpoolController().lib_controllers
                 if lib.user_api == "blas"]  # fmt: skip
 
+    with one_blas_thread():
+        pass  # all libraries are loaded now
     with ThreadpoolController().limit(limits=2, user_api="blas"):
         before, one, two = threads(), one_blas_thread(), one_blas_thread()
         one.__enter__()

@@ -12,7 +12,6 @@ if anything was violated. ``--merge`` joins the records of a file to one a part 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -23,7 +22,6 @@ from typing import Any
 
 from lipbound import records
 from lipbound.experiments.tally import Tally
-from lipbound.files import write
 
 LAYERS = 64  # kernels a stack; part of what a seed means
 PROVENANCE = ("device", "torch", "lipbound", "threads")
@@ -301,8 +299,7 @@ def main(given: Sequence[str] | None = None) -> int:
     chosen = arguments(given)
     code = 0
     if chosen.merge:
-        lines = [json.dumps(record) + "\n" for record in merged(records.read(chosen.out))]
-        write(chosen.out, "".join(lines).encode())
+        records.rewrite(chosen.out, merged(records.read(chosen.out)))
     else:
         code = campaign(
             chosen.out, chosen.minutes, chosen.workers, chosen.parts, chosen.first_seed,

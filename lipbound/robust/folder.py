@@ -13,7 +13,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from lipbound.files import read_json, write
-from lipbound.records import append, read
+from lipbound.records import append, read, rewrite
 from lipbound.robust import checkpoints
 
 _held: WeakSet[IO[str]] = WeakSet()
@@ -107,7 +107,7 @@ class RunFolder:
         """Drop records of steps that will be done again, and a line that a kill cut off."""
         if self.writes and self.records.exists():
             kept = [r for r in read(self.records) if r.get("step", 0) <= step]
-            write(self.records, "".join(json.dumps(r) + "\n" for r in kept).encode())
+            rewrite(self.records, kept)
 
     def record(self, record: dict[str, Any]) -> None:
         if self.writes:
