@@ -226,7 +226,8 @@ class Field:
 
     def send(self, values: NDArray[Any]) -> Tensor:
         """To the field's device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        # From pageable memory: the driver has its copy when this returns.
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
 
 
 def _shifted(grid: Tensor, lag: list[int]) -> Tensor:

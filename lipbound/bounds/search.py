@@ -33,7 +33,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipbound.bounds import blocked
 from lipbound.bounds.cells import Cells, pick
 from lipbound.bounds.eigen import bottom_eigenpairs, top_eigenpairs, uphill
 from lipbound.bounds.field import Field, Floats, Integers
@@ -100,9 +99,7 @@ class Search:
         self.target = np.zeros(layers)
         self.single = Single(field)
         self.error = self._largest(field.error)  # (layers,)
-        self.blocked = blocked.suits(field)
-        room = blocked.ROOM if self.blocked else 1
-        self.factor = room * cholesky_error(field.rows) + 8 * UNIT
+        self.factor = cholesky_error(field.rows) + 8 * UNIT
         self.moves = cap is None and math.prod(field.sizes) > 1
 
     @one_blas_thread()
@@ -222,12 +219,9 @@ class Search:
     ) -> None:
         field = self.field
         # Cholesky of I − Ĝ/t succeeding means λ1(Ĝ) ≤ t(1 + factor·tr(I − Ĝ/t)) ≤ t(1 + n·factor).
-        slack = field.rows * self.factor
-        gaps = field.gap(cells.block[at], cells.frequency[at], 1 / (limit[at] * (1 - slack)))
-        if self.blocked:
-            passed[at] = blocked.least_above(gaps, slack).cpu().numpy()
-        else:
-            passed[at] = positive(gaps)
+        scale = 1 / (limit[at] * (1 - field.rows * self.factor))
+        gaps = field.gap(cells.block[at], cells.frequency[at], scale)
+        passed[at] = positive(gaps)
         lost = (~passed[at]).nonzero()[0]
         if value is not None and len(lost) and gaps.device.type != "cpu":
             self._estimate(cells, limit, at[lost], value, pick(gaps, lost))
