@@ -11,8 +11,10 @@ sup σ1(F). Its gradient is that of Re u*F(ω)v at the vectors reached.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from lipbound.estimates import PowerIteration, power_of_two
 from lipbound.factors import Factor
 from lipbound.geometry import convolution
 from lipbound.kernels import plain
+from lipbound.kernels.graphs import Repeated
 from lipbound.sizes import input_shapes
 from lipbound.symbol import evaluate, grid, positions, radians, taps
 
@@ -30,6 +33,9 @@ FIRST = 20  # iterations of the first call, from a random start
 
 class Followed:
     """Terms of a penalty whose convolutions are followed; BatchNorms are exact as always.
+
+    On CUDA a call of :meth:`add_grad_` is a thousand small kernels and more, the same every time:
+    it is replayed as a graph, where the layers have weights of their own that stay where they are.
 
     Args:
         model: The network.
@@ -60,6 +66,10 @@ class Followed:
                     "input_shape=(channels, *spatial), (3, 32, 32) say"
                 )
             self.layers = _powers(model, self.factors, layers, input_shape)
+        self._scale = torch.ones((), dtype=torch.float64)
+        self._leaves: list[Tensor] = []
+        self._places: list[object] = []
+        self._graph: Repeated[tuple[Tensor, list[Tensor | None]]] | None = None
 
     def logs(self, log_floor: float) -> Tensor:
         found: dict[int, Tensor] = {
@@ -90,10 +100,73 @@ class Followed:
             )
 
     def add_grad_(self, scale: float | Tensor, log_floor: float) -> Tensor:
-        with torch.enable_grad():
+        self._look(log_floor)
+        self._scale.fill_(scale)
+        work = partial(self._differentiate, log_floor)
+        total, parts = work() if self._graph is None else self._graph(work)
+        grads: list[Tensor] = []
+        for leaf, part in zip(self._leaves, parts, strict=True):
+            if part is not None:
+                leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                grads.append(leaf.grad)
+        if grads:
+            torch._foreach_add_(grads, [part for part in parts if part is not None])
+        return total.clone()
+
+    def _differentiate(self, log_floor: float) -> tuple[Tensor, list[Tensor | None]]:
+        """The total, and its gradient times the scale."""
+        with torch.enable_grad(), self._stand_ins() as leaves:
             total = self.total(log_floor)
-            add_autograd_(self.model, [total], [torch.ones_like(total) * scale])
-        return total.detach()
+            if not total.requires_grad:
+                return total, [None] * len(leaves)
+            found = torch.autograd.grad(total, leaves, self._scale.to(total), allow_unused=True)
+        return total.detach(), [*found]
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[list[Tensor]]:
+        """The leaves to differentiate by. For a graph, others in the same places.
+
+        Autograd keeps what belongs to a parameter on the stream that the loss's backward used, and
+        waiting for it would break a capture.
+        """
+        if self._graph is None:
+            yield self._leaves
+            return
+        fresh = {id(p): p.detach().requires_grad_(p.requires_grad) for p in self._leaves}
+        own = [(slots, slots["weight"]) for slots in (m._parameters for m in self._modules())]
+        try:
+            for slots, weight in own:
+                slots["weight"] = fresh.get(id(weight), weight)  # type: ignore[assignment]
+            yield [*fresh.values()]
+        finally:
+            for slots, weight in own:
+                slots["weight"] = weight
+
+    def _modules(self) -> list[nn.Module]:
+        """The factors' layers and norms, each once."""
+        found = (m for f in self.factors for m in (f.layer, f.norm) if m is not None)
+        return [*dict.fromkeys(found)]
+
+    def _look(self, log_floor: float) -> None:
+        """Where all tensors lie: a graph is good as long as they stay there."""
+        weights = [*self.model.parameters()]
+        device = self.factors[0].weight().device
+        state = [t for layer in self.layers for t in layer.state_dict().values()]
+        fixed = self._fixed()
+        places: list[object] = [fixed, device, log_floor, torch.is_autocast_enabled(device.type)]
+        for tensor in (*weights, *self.model.buffers(), *state):
+            places.append((id(tensor), tensor.data_ptr(), tensor.requires_grad))
+        if places != self._places:
+            self._places, self._scale = places, self._scale.to(device)
+            self._leaves = [p for p in weights if p.requires_grad]
+            self._graph = Repeated(device) if fixed else None
+
+    def _fixed(self) -> bool:
+        """Whether a call does the same to the same tensors as the one before, without the host."""
+        own = all("weight" in module._parameters for module in self._modules())
+        together = len({p.device for p in self.model.parameters()}) == 1
+        once = all(f.count == 1 for f in self.factors)
+        return own and together and once and all(layer.fixed() for layer in self.layers)
 
 
 def add_autograd_(model: nn.Module, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -124,7 +197,6 @@ class Climb:
         self.rows, self.columns, *self.sizes = shape
         self.samples = samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
         self.grid = radians(grid(samples), samples)  # (P, D)
-        self.half = radians(grid(samples, half=True), samples)
         self.taps = positions(self.sizes).double()  # (T, D)
         self.seed = seed
 
@@ -137,6 +209,7 @@ class Climb:
             iterations: How many rounds.
         """
         batch = batch.reshape(-1, self.rows, self.columns * len(self.taps))
+        self.grid, self.taps = self.grid.to(batch.device), self.taps.to(batch.device)
         unit = power_of_two(batch, (1, 2))
         batch = batch / unit[:, None, None]  # or 1e20 squared would leave float32
         with torch.no_grad():
@@ -152,7 +225,7 @@ class Climb:
 
         Climbing in turns stops at any local peak, so where it starts matters.
         """
-        half = self.half.to(batch.device)
+        half = radians(grid(self.samples, half=True), self.samples).to(batch.device)
         draw = torch.Generator().manual_seed(self.seed)
         start = torch.randn(len(half), self.rows, 2, generator=draw, dtype=torch.float64)
         shape = (1, self.rows, self.columns, *self.sizes)
@@ -191,16 +264,15 @@ class Climb:
     def _best(self, rows: Tensor, frequency: Tensor) -> Tensor:
         """The highest of the grid, where it is, and two Newton steps along the axes from there."""
         gram = rows.mH @ rows  # (batch, T, T)
-        everywhere = self.grid.to(gram.device)
         peak = self._on_grid(rows, gram).argmax(1)
-        distance = (self.taps[None, :, :] - self.taps[:, None, :]).to(gram.device)  # (T, T, D)
+        distance = self.taps[None, :, :] - self.taps[:, None, :]  # (T, T, D)
         waves = self._waves(frequency).to(gram.dtype)
         terms = (waves.conj()[:, :, None] * gram * waves[:, None, :]).to(torch.complex128)
         slope = -(terms.imag[..., None] * distance).sum((1, 2))  # (batch, D)
         bend = -(terms.real[..., None] * distance.square()).sum((1, 2))
         step = torch.where(bend < 0, -slope / torch.where(bend < 0, bend, -1.0), 0.0)
         newton = [frequency + step, frequency + step / max(1, len(self.sizes))]
-        tried = torch.stack([everywhere[peak], frequency, *newton], 1)  # (batch, 4, D)
+        tried = torch.stack([self.grid[peak], frequency, *newton], 1)  # (batch, 4, D)
         waves = self._waves(tried).to(gram.dtype)  # (batch, 4, T)
         energy = ((waves.conj() @ gram) * waves).sum(-1).real
         best = energy.argmax(1)
@@ -209,7 +281,7 @@ class Climb:
     def _on_grid(self, rows: Tensor, gram: Tensor) -> Tensor:
         """‖u*F(ω)‖² at every point, ``(batch, P)``; of many taps by a Fourier transform."""
         if len(self.taps) <= max(64, self.columns):
-            shared = self._waves(self.grid.to(gram.device)).to(gram.dtype).mT  # (T, P)
+            shared = self._waves(self.grid).to(gram.dtype).mT  # (T, P)
             return ((gram @ shared) * shared.conj()).sum(1).real
         axes = tuple(range(2, 2 + len(self.sizes)))
         field = torch.fft.ifftn(rows.unflatten(-1, self.sizes), self.samples, axes, norm="forward")
@@ -217,7 +289,7 @@ class Climb:
 
     def _waves(self, frequency: Tensor) -> Tensor:
         """e^{ih·ω}, ``(..., axes)`` → ``(..., taps)``."""
-        angle = frequency @ self.taps.to(frequency.device).mT
+        angle = frequency @ self.taps.mT
         return torch.polar(torch.ones_like(angle), angle)
 
 
@@ -229,14 +301,30 @@ class Spectral:
         self.factors = [factors[i] for i in indices]
         self.layers = [convolution(f.layer) for f in self.factors]
         self.climb = Climb(taps(self.layers[0]).shape[1:])
+        self.gains = torch.tensor([layer.padding_gain() for layer in self.layers])
         self.state: State | None = None
 
     def __call__(self, iterations: int) -> Tensor:
         """Climb, and return the layers' values, differentiable."""
         batch = torch.cat([self._taps(i) for i in range(len(self.factors))])
-        values, self.state = self.climb(batch, self.state, iterations)
-        gains = [layer.padding_gain() for layer in self.layers]
-        return values.reshape(len(self.layers), -1).amax(1) * values.new_tensor(gains)
+        values, state = self.climb(batch, self.state, iterations)
+        self._remember(state)
+        self.gains = self.gains.to(values)
+        return values.reshape(len(self.layers), -1).amax(1) * self.gains
+
+    @torch.no_grad()
+    def _remember(self, state: State) -> None:
+        """In the same place every time, for graphs; copied, for a gradient may need the state."""
+        if self.state is None or self.state[0].device != state[0].device:
+            with torch.inference_mode(False):
+                self.state = state[0].clone(), state[1].clone()
+        else:
+            self.state[0].copy_(state[0])
+            self.state[1].copy_(state[1])
+
+    def fixed(self) -> bool:
+        """Whether a call needs nothing from the host."""
+        return True
 
     def state_dict(self) -> dict[str, Tensor]:
         if self.state is None:
@@ -246,7 +334,8 @@ class Spectral:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         device = self.layers[0].kernel.device
         if state:
-            self.state = state["frequency"].to(device), state["left"].to(device)
+            frequency, left = (state[k].to(device, copy=True) for k in ("frequency", "left"))
+            self.state = frequency, left
 
     def _taps(self, index: int) -> Tensor:
         factor = self.factors[index]
@@ -269,12 +358,16 @@ class Power:
         self.started = True
         return self.iteration(steps).reshape(1)
 
+    def fixed(self) -> bool:
+        """Whether a call needs nothing from the host: other paddings are tables of pixels."""
+        return self.iteration._conv.padding_mode == "zeros"
+
     def state_dict(self) -> dict[str, Tensor]:
         return {"vector": self.iteration.vector} if self.started else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            self.iteration.vector = state["vector"].to(self.iteration.vector)
+            self.iteration.vector = state["vector"].to(self.iteration.vector, copy=True)
             self.started = True
 
 

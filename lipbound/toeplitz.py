@@ -216,9 +216,12 @@ def apply(conv: Convolution, x: Tensor) -> Tensor:
             full = _window(full, 2 + axis, conv.padding[axis][0], size)
         return full
     for axis in range(conv.dims):
+        if conv.padding_mode == "zeros":
+            before, after = conv.padding[axis]
+            x = _window(x, 2 + axis, -before, before + x.shape[2 + axis] + after)
+            continue
         pixels = torch.from_numpy(conv.pixels(axis, x.shape[2 + axis])).to(x.device)
-        shown = x.index_select(2 + axis, pixels.clamp_min(0))
-        x = shown * _along(pixels >= 0, 2 + axis, x.ndim).to(x.dtype)
+        x = x.index_select(2 + axis, pixels)
     return _gather(conv, x)
 
 
@@ -231,12 +234,14 @@ def adjoint(conv: Convolution, y: Tensor, input_size: Sequence[int]) -> Tensor:
         return _gather(conv, y)
     x = _spread(conv, y)
     for axis, size in enumerate(input_size):
+        if conv.padding_mode == "zeros":
+            x = _window(x, 2 + axis, conv.padding[axis][0], size)
+            continue
         pixels = torch.from_numpy(conv.pixels(axis, size)).to(y.device)
         x = _window(x, 2 + axis, 0, len(pixels))  # the stride may leave a rest unread
-        x = x * _along(pixels >= 0, 2 + axis, x.ndim).to(x.dtype)
         shape = [*x.shape]
         shape[2 + axis] = size
-        x = x.new_zeros(shape).index_add(2 + axis, pixels.clamp_min(0), x)
+        x = x.new_zeros(shape).index_add(2 + axis, pixels, x)
     return x
 
 
@@ -260,10 +265,6 @@ def _window(x: Tensor, axis: int, start: int, size: int) -> Tensor:
     margins = (max(0, -start), max(0, start + size - x.shape[axis]))
     padded = functional.pad(x, [0, 0] * (x.ndim - axis - 1) + list(margins))
     return padded.narrow(axis, start + margins[0], size)
-
-
-def _along(vector: Tensor, axis: int, dims: int) -> Tensor:
-    return vector.reshape([-1 if a == axis else 1 for a in range(dims)])
 
 
 def exact(layer: Layer, input_shape: Sequence[int], **geometry: object) -> float:

@@ -94,6 +94,29 @@ def test_follows_the_weights_through_training():
             network.to(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("method", ["spectral", "power_iteration"])
+def test_followed_terms_replay(method, monkeypatch):
+    """As launched one by one, through moving weights, fresh gradients and a change of layout."""
+    networks = [model(), model()]
+    options = {"input_shape": (3, 32, 32), "iterations": 3}
+    penalties = [Penalty(network, 0.5, method, **options) for network in networks]
+    monkeypatch.setattr(penalties[1]._terms, "_fixed", lambda: False)
+    for step in range(9):
+        for network in networks:
+            network.zero_grad(set_to_none=step % 2 == 0)
+            if step == 6:
+                network.to(memory_format=torch.channels_last)
+        found, expected = (penalty.add_grad_(1 + step) for penalty in penalties)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert_gradients(networks[0], [p.grad for p in networks[1].parameters()], 1e-3)
+        with torch.no_grad():
+            for ours, theirs in zip(*(n.parameters() for n in networks), strict=True):
+                ours.mul_(1.02).add_(0.01 * torch.randn_like(ours))
+                theirs.copy_(ours)
+    assert penalties[0]._terms._graph._graph is not None
+    assert penalties[1]._terms._graph is None
+
+
 def test_inside_a_graph_of_the_users_own():
     network = model()
     penalty = Penalty(network, 1.0)

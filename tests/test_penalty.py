@@ -384,6 +384,36 @@ def test_power_iteration_at_the_layers_own_sizes():
     assert "0.weight" in gradients(model)
 
 
+@pytest.mark.parametrize("method", ["spectral", "power_iteration"])
+def test_followed_terms_leave_the_parameters_in_place(method, monkeypatch):
+    """They differentiate by stand-ins; a parametrized layer's leaf lies elsewhere."""
+    model = network()
+    model[3].weight.requires_grad_(False)
+    before = dict(model.named_parameters())
+    penalty = Penalty(model, 1.0, method, input_shape=(3, 9, 9), iterations=3)
+    penalty()
+    state = {name: tensor.clone() for name, tensor in penalty.state_dict().items()}
+    penalty().backward()
+    first = gradients(model)
+    penalty.load_state_dict(state)
+    penalty.add_grad_(scale=2.0)
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert model[3].weight.grad is None
+    assert_same(gradients(model), {n: 2 * g for n, g in first.items()})
+    monkeypatch.setattr(penalty._terms, "total", lambda floor: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        penalty.add_grad_()
+    assert dict(model.named_parameters())["0.weight"] is before["0.weight"]
+    model[0].weight = nn.Parameter(model[0].weight.detach())  # the same place, another parameter
+    monkeypatch.undo()
+    penalty.add_grad_()
+    assert model[0].weight.grad is not None
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    penalty.add_grad_()
+    assert model[0].parametrizations.weight.original.grad is not None
+
+
 def test_which_layers_are_factors():
     model = network()
     names = [f.name for f in factors(model)]

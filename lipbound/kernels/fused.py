@@ -16,6 +16,7 @@ from triton import next_power_of_2
 
 from lipbound.factors import Factor
 from lipbound.kernels import layout, triton_gradients, triton_values
+from lipbound.kernels.graphs import Repeated
 from lipbound.rows import Lags
 from lipbound.symbol import positions
 
@@ -175,7 +176,7 @@ class Fused:
         self._scale, self._floor = 1.0, -math.inf
         self._uploads: list[Tensor] = []
         self._side: list[torch.cuda.Stream] = []
-        self._graphs: dict[bool, torch.cuda.CUDAGraph | int] = {}
+        self._value, self._gradients = Repeated[None](self.device), Repeated[None](self.device)
         self.stamp = 0
         self.aimed: list[object] | None = None  # whose gradients the table points to, if known
 
@@ -196,7 +197,7 @@ class Fused:
             self.floor.fill_(log_floor)
             self._floor = log_floor
         self.stamp += 1
-        self._run(False)
+        self._value(self._launch_value)
         return self.total
 
     def firsts(self) -> list[tuple[Factor, int]]:
@@ -233,31 +234,7 @@ class Fused:
         elif scale != self._scale:
             self.scale.fill_(scale)
             self._scale = scale
-        self._run(True)
-
-    def _run(self, gradient: bool) -> None:
-        """Launch, or replay: the second call in a row outside a capture is captured."""
-        launch = self._launch_gradient if gradient else self._launch_value
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            launch()
-            return
-        graph = self._graphs.get(gradient, 0)
-        with torch.cuda.device(self.device):
-            if isinstance(graph, int):
-                if graph >= 2:
-                    self._graphs[gradient] = self._captured(launch)
-                    return
-                self._graphs[gradient] = graph + 1
-                launch()
-            else:
-                graph.replay()
-
-    def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            launch()
-        graph.replay()
-        return graph
+        self._gradients(self._launch_gradient)
 
     def _launch_value(self) -> None:
         self._together([partial(self._peaks, launch) for launch in self.launches])

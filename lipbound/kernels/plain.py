@@ -23,7 +23,8 @@ def logs(found: Sequence[Factor], log_floor: float) -> Tensor:
 def combine(found: Sequence[Factor], each: Sequence[Tensor], log_floor: float) -> Tensor:
     """The factors' logarithms, no less than the floor, times their counts."""
     stacked = torch.stack([log.to(each[0].dtype) for log in each]).clamp_min(log_floor)
-    return stacked * stacked.new_tensor([f.count for f in found])
+    counts = [f.count for f in found]
+    return stacked if set(counts) == {1} else stacked * stacked.new_tensor(counts)
 
 
 def log_factor(factor: Factor, weight: Tensor) -> Tensor:
