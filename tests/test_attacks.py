@@ -222,9 +222,20 @@ def test_an_honest_network_raises_no_doubt(trained):
         assert found[name]["0.8"]["accuracy"] <= found[name]["0.6"]["accuracy"]
     curve = list(found["pgd"]["against_iterations"].values())
     assert curve == sorted(curve, reverse=True)
+    assert curve[0] <= found["clean"]["accuracy"]
     shares = [c["accuracy"] for c in found["certified"].values()]
     assert shares == sorted(shares, reverse=True)
     json.dumps(found)
+
+
+def test_a_mistake_is_never_standing():
+    """Not even one by less than bfloat16's rounding, which PGD leaves alone."""
+    model = nn.Flatten().eval()
+    images, labels = torch.tensor([[[[0.5, 0.501]]], [[[0.5, 0.1]]]]), torch.tensor([0, 0])
+    plan = Plan(("pgd",), radius=1e-6, iterations=2, restarts=1, precision="bfloat16")
+    found = evaluate(model, images, labels, plan, curves=False, doubts=False)
+    assert found["pgd"]["accuracy"] == found["clean"]["accuracy"] == 0.5
+    assert set(found["pgd"]["against_iterations"].values()) == {0.5}
 
 
 class Quantized(nn.Module):

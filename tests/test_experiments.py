@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from test_cli import run
 from torch._dynamo.utils import counters
 
-from lipbound.experiments import audits, table2, trainings
+from lipbound.experiments import audits, fig3, table2, trainings
 from lipbound.experiments.reproduce import EXPERIMENTS, report, write_figure
 from lipbound.experiments.table2 import difference
 from lipbound.experiments.trainings import work
@@ -95,6 +95,19 @@ def test_cells_are_done_once_and_one_after_the_other(tmp_path):
     assert (tmp_path / "cells.jsonl").read_bytes() == before
     with pytest.raises(ValueError, match="no 'lipreg 1'; there are at, at"):
         work("tiny", TINY, tmp_path, only=("lipreg 1",))
+
+
+def test_what_is_only_tried_is_not_attacked(tmp_path):
+    tier = replace(TINY, tried=("at+lipreg 0.05",))
+    cells = work("tiny", tier, tmp_path, device="cpu")
+    assert ["pgd" in cell["final"] for cell in cells] == [True, False]
+    assert cells[1]["final"]["log10_lipschitz"]["upper"] > 0
+    assert cells[1]["epochs"][-1]["held_out_pgd_accuracy"] is not None
+    assert {"pgd", "audit"} <= cells[0]["stages"].keys()
+    assert sum(cells[0]["stages"].values()) <= cells[0]["seconds"]
+    shown = table2.report({"cells": cells})
+    assert table2.TRIED in shown
+    assert fig3.from_cells(cells)["tiers"]["tiny"].keys() == {"at"}
 
 
 @pytest.mark.parametrize("reason", ["time limit", "interrupted"])

@@ -44,6 +44,7 @@ class Tier:
         preset: A name in ``PRESETS``.
         also: Further radii for PGD.
         doubts: Whether the first seed's final network is looked at for doubts, and other radii.
+        tried: Labels that are there to choose among by images held out: they are not attacked.
     """
 
     says: str
@@ -57,6 +58,7 @@ class Tier:
     preset: str = "paper-cifar"
     also: tuple[float, ...] = ()
     doubts: bool = True
+    tried: tuple[str, ...] = ()
 
     def cells(self) -> Iterator[tuple[str, int]]:
         """Arms and seeds; a first seed of every arm before any second one."""
@@ -120,22 +122,46 @@ def work(
             continue
         # All cells share what is compiled for the first: steps, checks, attacks.
         with claim, torch._dynamo.config.patch(recompile_limit=64):
-            record = cell(tier, chosen, data, where, device, left, say)
+            attacked = label not in tier.tried
+            record = cell(tier, chosen, data, where, device, left, say, attacked)
             if record is None:
                 break
             append(path, {"tier": name, "label": label, "seed": seed, **record})
     return [r for r in read(path) if r["tier"] == name]
 
 
+class Stages:
+    """Passes on what is said, and keeps how long it was until the next word."""
+
+    def __init__(self, say: Say):
+        self.say = say
+        self.words: list[tuple[str, float]] = []
+
+    def __call__(self, word: str) -> None:
+        self.words.append((word, time.perf_counter()))
+        self.say(word)
+
+    def seconds(self) -> dict[str, float]:
+        """By word, until now."""
+        ends = [at for _, at in self.words[1:]] + [time.perf_counter()]
+        spent: dict[str, float] = {}
+        for (word, at), end in zip(self.words, ends, strict=True):
+            spent[word] = round(spent.get(word, 0.0) + end - at, 1)
+        return spent
+
+
 def cell(
     tier: Tier, chosen: Settings, data: Data, where: Path, device: str, left: float | None,
-    say: Say,
+    say: Say, attacked: bool = True,
 ) -> dict[str, Any] | None:  # fmt: skip
     """One training and the attacks on what came of it; nothing if the time was too short.
+
+    Not ``attacked`` it gets its audit and its Jacobians' norms all the same.
 
     Raises:
         KeyboardInterrupt: If the process was asked to stop; the training has its checkpoint.
     """
+    say = stages = Stages(say)
     start = time.perf_counter()
     summary = train(chosen, data, where, resume=True, device=device, time_limit=left)
     if summary["stopped"]:
@@ -146,27 +172,30 @@ def cell(
     trained = time.perf_counter() - start
     images = data.test.load(torch.arange(min(tier.images, len(data.test))))
     few = (images[0][: tier.autoattack], images[1][: tier.autoattack])
+    plan = tier.plan if attacked else replace(tier.plan, attacks=())
     found: dict[str, Any] = {}
     for network in networks(where):
         kind = network.path.stem
         say(f"{kind}:")
         options: dict[str, Any] = {"jacobians": tier.jacobians, "certify": True}
-        look = tier.doubts and chosen.seed == 0 and kind == "final"
+        look = attacked and tier.doubts and chosen.seed == 0 and kind == "final"
         options["curves"] = options["doubts"] = look
         found[kind] = assess(
-            network, None, images, tier.plan, torch.device(device), progress=say, **options
+            network, None, images, plan, torch.device(device), progress=say, **options
         )
+        if not attacked:
+            continue
         found[kind]["also"] = {
             f"{radius:g}": assess(
-                network, None, images, replace(tier.plan, attacks=("pgd",), radius=radius),
+                network, None, images, replace(plan, attacks=("pgd",), radius=radius),
                 torch.device(device), curves=False, doubts=False,
             )["pgd"]
             for radius in tier.also
         }  # fmt: skip
         if tier.autoattack and kind == "final":
             say("autoattack")
-            plan = replace(tier.plan, attacks=("autoattack",))
-            whole = assess(network, None, few, plan, torch.device(device), doubts=False)
+            last = replace(plan, attacks=("autoattack",))
+            whole = assess(network, None, few, last, torch.device(device), doubts=False)
             found[kind]["autoattack"] = whole["autoattack"]
     kept = ("epoch", "held_out_accuracy", "held_out_pgd_accuracy", "train_accuracy", "loss")
     epochs = [{k: r[k] for k in kept} for r in read(where / "records.jsonl")]
@@ -176,6 +205,7 @@ def cell(
         "epochs": epochs,
         **found,
         "training_seconds": round(trained, 1),
+        "stages": stages.seconds(),
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(device, chosen.seed),
     }

@@ -185,10 +185,10 @@ def _reported(
     result["largest_perturbation"] = float(perturbation_norms(found.images, images, ball).max())
     if name == "pgd":  # of the first restart
         marks = [m for m in (0, 1, 2, 5, 10, 20, 50, 100, 200) if m < plan.iterations]
-        result["against_iterations"] = {
-            str(m): float(((found.iteration < 0) | (found.iteration > m)).float().mean())
-            for m in (*marks, plan.iterations)
-        }
+        for m in (*marks, plan.iterations):
+            standing = ~mistakes & ((found.iteration < 0) | (found.iteration > m))
+            share = int(standing.sum()) / len(standing)
+            result.setdefault("against_iterations", {})[str(m)] = share
     return result
 
 
