@@ -64,6 +64,14 @@ def dispatched(run) -> int:
     return counter.count
 
 
+def busy(run) -> float:
+    """Seconds in which a GPU computes, of one call; the rest of its time it waits for the host."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in found.key_averages()) / 1e6
+
+
 def layers_of(depth: int, weights: str | None, device: str) -> dict[str, nn.Conv2d]:
     network = Layers(f"resnet{depth}").requires_grad_(False)
     layers = dict(zip(network.names, network.convolutions, strict=True))
@@ -139,6 +147,8 @@ def main() -> None:
         "torch": torch.__version__,
         "lipbound": lipbound.__version__,
     }
+    if chosen.device == "cuda":
+        record["busy_seconds"] = round(busy(lambda: lipbound.brackets(layers, chosen.rtol)), 4)
     print(json.dumps(record, indent=1))
     if chosen.out:
         append(chosen.out, record)

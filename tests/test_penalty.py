@@ -208,7 +208,7 @@ def test_floor_leaves_small_layers_alone(engine):
     with torch.no_grad():
         model[0].weight.mul_(1e-3)
         model[2].weight.mul_(0.5)
-    free, held = Penalty(model, 1.0), Penalty(model, 1.0, floor=1.0)
+    free, held = (Penalty(model, 1.0, samples=9, floor=floor) for floor in (None, 1.0))
     value = held.add_grad_()
     found = gradients(model)
     bounds = free.bounds()
@@ -231,7 +231,7 @@ def test_shared_frozen_and_parametrized_weights(engine):
     frozen = nn.Conv2d(4, 5, 3).requires_grad_(False)
     normed = parametrizations.weight_norm(nn.Conv2d(5, 3, 3))
     model = nn.Sequential(first, second, strided, frozen, normed)
-    penalty = Penalty(model, 1.0)
+    penalty = Penalty(model, 1.0, samples=9)  # few points: interpreted
     assert [f.count for f in penalty.factors] == [2, 1, 1, 1]
     value = penalty()
     value.backward()
@@ -242,13 +242,13 @@ def test_shared_frozen_and_parametrized_weights(engine):
     torch.testing.assert_close(penalty.add_grad_(), value.detach())
     found = gradients(model)
     assert_same(found, expected)
-    apart = [Penalty(nn.Sequential(layer), 1.0) for layer in model]
+    apart = [Penalty(nn.Sequential(layer), 1.0, samples=9) for layer in model]
     torch.testing.assert_close(sum(p() for p in apart), value)
 
 
 def test_weights_may_move_and_gradients_may_be_replaced(engine):
     model = network()
-    penalty = Penalty(model, 1.0)
+    penalty = Penalty(model, 1.0, samples=9)  # few points: interpreted
     for change in (
         lambda: None,
         lambda: setattr(model[0], "weight", nn.Parameter(torch.randn(4, 3, 3, 3))),
@@ -269,7 +269,7 @@ def test_weights_may_move_and_gradients_may_be_replaced(engine):
 
 def test_two_calls_before_one_backward(engine):
     model = network()
-    penalty = Penalty(model, 1.0)
+    penalty = Penalty(model, 1.0, samples=9)  # few points: interpreted
     (penalty() + 2 * penalty()).backward()
     found = gradients(model)
     penalty.add_grad_(3.0)
@@ -281,7 +281,7 @@ def test_two_calls_before_one_backward(engine):
 def test_both_ways_in_turns_with_gradients_that_stay(engine):
     """A backward pass points the kernels elsewhere; adding must look where to again."""
     model = nn.Sequential(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4))
-    penalty = Penalty(model, 1.0)
+    penalty = Penalty(model, 1.0, samples=9)  # few points: interpreted
     penalty.add_grad_()
     once = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     penalty.add_grad_()
@@ -293,7 +293,7 @@ def test_both_ways_in_turns_with_gradients_that_stay(engine):
 
 def test_odd_gradients(engine):
     model = nn.Sequential(nn.Conv2d(8, 8, 3))
-    penalty = Penalty(model, 1.0)
+    penalty = Penalty(model, 1.0, samples=9)  # few points: interpreted
     penalty.add_grad_()
     expected = gradients(model)
     bucket = torch.zeros(model[0].weight.numel() + 1)
