@@ -76,7 +76,7 @@ class PowerIteration:
             right = _unit(vector)
             left = _unit(apply(conv, right))
             # A zero layer maps everything to zero; the next call starts afresh from where it was.
-            self.vector.copy_(torch.where(weight > 0, right, self.vector))
+            self.vector = torch.where(weight > 0, right, self.vector)
         return (left * apply(conv, right)).sum() * unit
 
 

@@ -11,19 +11,19 @@ sup σ1(F). Its gradient is that of Re u*F(ω)v at the vectors reached.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lipbound.adding import Adder
 from lipbound.estimates import PowerIteration, power_of_two
 from lipbound.factors import Factor
 from lipbound.geometry import convolution
 from lipbound.kernels import plain
-from lipbound.kernels.graphs import Repeated
 from lipbound.sizes import input_shapes
 from lipbound.symbol import evaluate, grid, positions, radians, taps
 
@@ -33,9 +33,6 @@ FIRST = 20  # iterations of the first call, from a random start
 
 class Followed:
     """Terms of a penalty whose convolutions are followed; BatchNorms are exact as always.
-
-    On CUDA a call of :meth:`add_grad_` is a thousand small kernels and more, the same every time:
-    it is replayed as a graph, where the layers have weights of their own that stay where they are.
 
     Args:
         model: The network.
@@ -66,28 +63,33 @@ class Followed:
                     "input_shape=(channels, *spatial), (3, 32, 32) say"
                 )
             self.layers = _powers(model, self.factors, layers, input_shape)
-        self._scale = torch.ones((), dtype=torch.float64)
-        self._leaves: list[Tensor] = []
-        self._places: list[object] = []
-        self._graph: Repeated[tuple[Tensor, list[Tensor | None]]] | None = None
+        modules = (m for f in found for m in (f.layer, f.norm) if m is not None)
+        self._add = Adder(model, [*dict.fromkeys(modules)])
 
-    def logs(self, log_floor: float) -> Tensor:
+    def logs(self, log_floor: float, in_place: bool = False) -> Tensor:
+        """``in_place``: the states of the climbs stay where they lie, for a graph."""
         found: dict[int, Tensor] = {
             i: plain.log_factor(f, f.weight()) for i, f in enumerate(self.factors) if f.kind is None
         }
         for layer in self.layers:
-            values = layer(self.iterations)
+            values = layer(self.iterations, in_place)
             tiny = torch.finfo(values.dtype).tiny
             found |= zip(layer.indices, values.clamp_min(tiny).log(), strict=True)
         return plain.combine(self.factors, [found[i] for i in range(len(found))], log_floor)
 
-    def total(self, log_floor: float) -> Tensor:
-        return self.logs(log_floor).sum()
+    def total(self, log_floor: float, in_place: bool = False) -> Tensor:
+        with torch.autocast(self._device().type, enabled=False):
+            return self.logs(log_floor, in_place).sum()
+
+    def _device(self) -> torch.device:
+        """Of the first layer, without reading a parametrized weight."""
+        layer = self.factors[0].layer
+        return next(iter((*layer.parameters(), *layer.buffers()))).device
 
     def state_dict(self) -> dict[str, Tensor]:
         """Where the climbs stand, by layer."""
         return {
-            f"{self.factors[layer.indices[0]].name}.{name}": tensor
+            f"{self.factors[layer.indices[0]].name}.{name}": tensor.clone()
             for layer in self.layers
             for name, tensor in layer.state_dict().items()
         }
@@ -100,85 +102,14 @@ class Followed:
             )
 
     def add_grad_(self, scale: float | Tensor, log_floor: float) -> Tensor:
-        self._look(log_floor)
-        self._scale.fill_(scale)
-        work = partial(self._differentiate, log_floor)
-        total, parts = work() if self._graph is None else self._graph(work)
-        grads: list[Tensor] = []
-        for leaf, part in zip(self._leaves, parts, strict=True):
-            if part is not None:
-                leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                grads.append(leaf.grad)
-        if grads:
-            torch._foreach_add_(grads, [part for part in parts if part is not None])
-        return total.clone()
-
-    def _differentiate(self, log_floor: float) -> tuple[Tensor, list[Tensor | None]]:
-        """The total, and its gradient times the scale."""
-        with torch.enable_grad(), self._stand_ins() as leaves:
-            total = self.total(log_floor)
-            if not total.requires_grad:
-                return total, [None] * len(leaves)
-            found = torch.autograd.grad(total, leaves, self._scale.to(total), allow_unused=True)
-        return total.detach(), [*found]
-
-    @contextmanager
-    def _stand_ins(self) -> Iterator[list[Tensor]]:
-        """The leaves to differentiate by. For a graph, others in the same places.
-
-        Autograd keeps what belongs to a parameter on the stream that the loss's backward used, and
-        waiting for it would break a capture.
-        """
-        if self._graph is None:
-            yield self._leaves
-            return
-        fresh = {id(p): p.detach().requires_grad_(p.requires_grad) for p in self._leaves}
-        own = [(slots, slots["weight"]) for slots in (m._parameters for m in self._modules())]
-        try:
-            for slots, weight in own:
-                slots["weight"] = fresh.get(id(weight), weight)  # type: ignore[assignment]
-            yield [*fresh.values()]
-        finally:
-            for slots, weight in own:
-                slots["weight"] = weight
-
-    def _modules(self) -> list[nn.Module]:
-        """The factors' layers and norms, each once."""
-        found = (m for f in self.factors for m in (f.layer, f.norm) if m is not None)
-        return [*dict.fromkeys(found)]
-
-    def _look(self, log_floor: float) -> None:
-        """Where all tensors lie: a graph is good as long as they stay there."""
-        weights = [*self.model.parameters()]
-        device = self.factors[0].weight().device
+        repeats = (
+            all(f.count == 1 for f in self.factors)
+            and all(layer.repeats() for layer in self.layers)
+            and len({p.device for p in self.model.parameters()}) == 1
+        )
         state = [t for layer in self.layers for t in layer.state_dict().values()]
-        fixed = self._fixed()
-        places: list[object] = [fixed, device, log_floor, torch.is_autocast_enabled(device.type)]
-        for tensor in (*weights, *self.model.buffers(), *state):
-            places.append((id(tensor), tensor.data_ptr(), tensor.requires_grad))
-        if places != self._places:
-            self._places, self._scale = places, self._scale.to(device)
-            self._leaves = [p for p in weights if p.requires_grad]
-            self._graph = Repeated(device) if fixed else None
-
-    def _fixed(self) -> bool:
-        """Whether a call does the same to the same tensors as the one before, without the host."""
-        own = all("weight" in module._parameters for module in self._modules())
-        together = len({p.device for p in self.model.parameters()}) == 1
-        once = all(f.count == 1 for f in self.factors)
-        return own and together and once and all(layer.fixed() for layer in self.layers)
-
-
-def add_autograd_(model: nn.Module, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add the gradient of ``outputs`` to the parameters' ``.grad``, firing no hook of theirs.
-
-    DistributedDataParallel listens to hooks and would take this for the loss's backward.
-    """
-    leaves = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
-    for leaf, part in zip(leaves, found, strict=True):
-        if part is not None:
-            leaf.grad = part if leaf.grad is None else leaf.grad.add_(part)
+        number = partial(self.total, log_floor, in_place=repeats)
+        return self._add(number, scale, repeats, (log_floor, self.iterations), state)
 
 
 State = tuple[Tensor, Tensor]
@@ -195,10 +126,10 @@ class Climb:
 
     def __init__(self, shape: Sequence[int], seed: int = 0):
         self.rows, self.columns, *self.sizes = shape
-        self.samples = samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
-        self.grid = radians(grid(samples), samples)  # (P, D)
-        self.taps = positions(self.sizes).double()  # (T, D)
+        self.samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
+        self.count = math.prod(self.sizes)
         self.seed = seed
+        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Tensor, state: State | None, iterations: int) -> tuple[Tensor, State]:
         """The values ``(batch,)``, differentiable in the real taps, and where they were found.
@@ -208,8 +139,7 @@ class Climb:
             state: Where to begin; a longer first climb without it.
             iterations: How many rounds.
         """
-        batch = batch.reshape(-1, self.rows, self.columns * len(self.taps))
-        self.grid, self.taps = self.grid.to(batch.device), self.taps.to(batch.device)
+        batch = batch.reshape(len(batch), self.rows, -1)
         unit = power_of_two(batch, (1, 2))
         batch = batch / unit[:, None, None]  # or 1e20 squared would leave float32
         with torch.no_grad():
@@ -251,8 +181,8 @@ class Climb:
         """
         product = batch.mT @ left  # (batch, columns·taps, 2): Kᵀ(a + ib), so conj of u*K
         rows = torch.complex(product[..., 0], -product[..., 1])
-        rows = rows.reshape(len(batch), self.columns, len(self.taps))
-        step = max(1, CHUNK // len(self.taps) ** 2)
+        rows = rows.reshape(len(batch), self.columns, self.count)
+        step = max(1, CHUNK // self.count**2)
         parts = zip(rows.split(step), frequency.split(step), strict=True)
         frequency = torch.cat([self._best(part, place) for part, place in parts])
         waves = self._waves(frequency).to(rows.dtype)  # (batch, T)
@@ -265,14 +195,15 @@ class Climb:
         """The highest of the grid, where it is, and two Newton steps along the axes from there."""
         gram = rows.mH @ rows  # (batch, T, T)
         peak = self._on_grid(rows, gram).argmax(1)
-        distance = self.taps[None, :, :] - self.taps[:, None, :]  # (T, T, D)
+        everywhere, taps = self._grid_and_taps(gram.device)
+        distance = taps[None, :, :] - taps[:, None, :]  # (T, T, D)
         waves = self._waves(frequency).to(gram.dtype)
         terms = (waves.conj()[:, :, None] * gram * waves[:, None, :]).to(torch.complex128)
         slope = -(terms.imag[..., None] * distance).sum((1, 2))  # (batch, D)
         bend = -(terms.real[..., None] * distance.square()).sum((1, 2))
         step = torch.where(bend < 0, -slope / torch.where(bend < 0, bend, -1.0), 0.0)
         newton = [frequency + step, frequency + step / max(1, len(self.sizes))]
-        tried = torch.stack([self.grid[peak], frequency, *newton], 1)  # (batch, 4, D)
+        tried = torch.stack([everywhere[peak], frequency, *newton], 1)  # (batch, 4, D)
         waves = self._waves(tried).to(gram.dtype)  # (batch, 4, T)
         energy = ((waves.conj() @ gram) * waves).sum(-1).real
         best = energy.argmax(1)
@@ -280,8 +211,9 @@ class Climb:
 
     def _on_grid(self, rows: Tensor, gram: Tensor) -> Tensor:
         """‖u*F(ω)‖² at every point, ``(batch, P)``; of many taps by a Fourier transform."""
-        if len(self.taps) <= max(64, self.columns):
-            shared = self._waves(self.grid).to(gram.dtype).mT  # (T, P)
+        if self.count <= max(64, self.columns):
+            everywhere, _ = self._grid_and_taps(gram.device)
+            shared = self._waves(everywhere).to(gram.dtype).mT  # (T, P)
             return ((gram @ shared) * shared.conj()).sum(1).real
         axes = tuple(range(2, 2 + len(self.sizes)))
         field = torch.fft.ifftn(rows.unflatten(-1, self.sizes), self.samples, axes, norm="forward")
@@ -289,8 +221,16 @@ class Climb:
 
     def _waves(self, frequency: Tensor) -> Tensor:
         """e^{ih·ω}, ``(..., axes)`` → ``(..., taps)``."""
-        angle = frequency @ self.taps.mT
+        angle = frequency @ self._grid_and_taps(frequency.device)[1].mT
         return torch.polar(torch.ones_like(angle), angle)
+
+    def _grid_and_taps(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Frequencies ``(P, axes)`` and positions ``(taps, axes)``, kept on every device in use."""
+        if device not in self._constants:
+            with torch.inference_mode(False):
+                points = radians(grid(self.samples), self.samples).to(device)
+                self._constants[device] = points, positions(self.sizes).double().to(device)
+        return self._constants[device]
 
 
 class Spectral:
@@ -301,30 +241,21 @@ class Spectral:
         self.factors = [factors[i] for i in indices]
         self.layers = [convolution(f.layer) for f in self.factors]
         self.climb = Climb(taps(self.layers[0]).shape[1:])
-        self.gains = torch.tensor([layer.padding_gain() for layer in self.layers])
+        self.gains = [layer.padding_gain() for layer in self.layers]
         self.state: State | None = None
 
-    def __call__(self, iterations: int) -> Tensor:
+    def __call__(self, iterations: int, in_place: bool = False) -> Tensor:
         """Climb, and return the layers' values, differentiable."""
         batch = torch.cat([self._taps(i) for i in range(len(self.factors))])
         values, state = self.climb(batch, self.state, iterations)
-        self._remember(state)
-        self.gains = self.gains.to(values)
-        return values.reshape(len(self.layers), -1).amax(1) * self.gains
+        before = self.state if in_place and self.state is not None else (None, None)
+        self.state = _kept(before[0], state[0]), _kept(before[1], state[1])
+        values = values.reshape(len(self.layers), -1).amax(1)
+        return values if self.repeats() else values * values.new_tensor(self.gains)
 
-    @torch.no_grad()
-    def _remember(self, state: State) -> None:
-        """In the same place every time, for graphs; copied, for a gradient may need the state."""
-        if self.state is None or self.state[0].device != state[0].device:
-            with torch.inference_mode(False):
-                self.state = state[0].clone(), state[1].clone()
-        else:
-            self.state[0].copy_(state[0])
-            self.state[1].copy_(state[1])
-
-    def fixed(self) -> bool:
+    def repeats(self) -> bool:
         """Whether a call needs nothing from the host."""
-        return True
+        return set(self.gains) == {1.0}
 
     def state_dict(self) -> dict[str, Tensor]:
         if self.state is None:
@@ -334,8 +265,8 @@ class Spectral:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         device = self.layers[0].kernel.device
         if state:
-            frequency, left = (state[k].to(device, copy=True) for k in ("frequency", "left"))
-            self.state = frequency, left
+            frequency, left = (state[name].to(device) for name in ("frequency", "left"))
+            self.state = frequency.clone(), left.clone()
 
     def _taps(self, index: int) -> Tensor:
         factor = self.factors[index]
@@ -353,12 +284,16 @@ class Power:
         self.iteration = PowerIteration(layer, shape)
         self.started = False
 
-    def __call__(self, iterations: int) -> Tensor:
+    def __call__(self, iterations: int, in_place: bool = False) -> Tensor:
         steps = iterations if self.started else max(iterations, FIRST)
         self.started = True
-        return self.iteration(steps).reshape(1)
+        before = self.iteration.vector
+        value = self.iteration(steps)
+        if in_place:
+            self.iteration.vector = _kept(before, self.iteration.vector)
+        return value.reshape(1)
 
-    def fixed(self) -> bool:
+    def repeats(self) -> bool:
         """Whether a call needs nothing from the host: other paddings are tables of pixels."""
         return self.iteration._conv.padding_mode == "zeros"
 
@@ -367,8 +302,16 @@ class Power:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            self.iteration.vector = state["vector"].to(self.iteration.vector, copy=True)
+            self.iteration.vector = state["vector"].to(self.iteration.vector).clone()
             self.started = True
+
+
+@torch.no_grad()
+def _kept(before: Tensor | None, now: Tensor) -> Tensor:
+    """A copy, in the place of the one before if there is one: a gradient may need the original."""
+    if before is None or before.is_inference() or before.device != now.device:
+        return now.clone()
+    return before.copy_(now)
 
 
 def _batches(factors: Sequence[Factor], indices: Sequence[int]) -> list[Spectral]:

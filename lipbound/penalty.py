@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lipbound.adding import add_autograd_
 from lipbound.factors import Exclude, Factor, factors
-from lipbound.follow import Followed, add_autograd_
+from lipbound.follow import Followed
 from lipbound.kernels import plain
 
 if TYPE_CHECKING:

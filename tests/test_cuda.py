@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -100,7 +101,8 @@ def test_followed_terms_replay(method, monkeypatch):
     networks = [model(), model()]
     options = {"input_shape": (3, 32, 32), "iterations": 3}
     penalties = [Penalty(network, 0.5, method, **options) for network in networks]
-    monkeypatch.setattr(penalties[1]._terms, "_fixed", lambda: False)
+    for layer in penalties[1]._terms.layers:
+        monkeypatch.setattr(layer, "repeats", lambda: False)
     for step in range(9):
         for network in networks:
             network.zero_grad(set_to_none=step % 2 == 0)
@@ -113,8 +115,10 @@ def test_followed_terms_replay(method, monkeypatch):
             for ours, theirs in zip(*(n.parameters() for n in networks), strict=True):
                 ours.mul_(1.02).add_(0.01 * torch.randn_like(ours))
                 theirs.copy_(ours)
-    assert penalties[0]._terms._graph._graph is not None
-    assert penalties[1]._terms._graph is None
+    assert penalties[0]._terms._add._graph._graph is not None
+    assert penalties[1]._terms._add._graph is None
+    copied = copy.deepcopy(penalties[0])  # its state, not its graph
+    torch.testing.assert_close(copied.add_grad_(), penalties[0].add_grad_(), rtol=1e-4, atol=1e-4)
 
 
 def test_inside_a_graph_of_the_users_own():

@@ -401,7 +401,7 @@ def test_followed_terms_leave_the_parameters_in_place(method, monkeypatch):
     assert all(after[name] is parameter for name, parameter in before.items())
     assert model[3].weight.grad is None
     assert_same(gradients(model), {n: 2 * g for n, g in first.items()})
-    monkeypatch.setattr(penalty._terms, "total", lambda floor: 1 / 0)
+    monkeypatch.setattr(penalty._terms, "total", lambda *given, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         penalty.add_grad_()
     assert dict(model.named_parameters())["0.weight"] is before["0.weight"]
@@ -412,6 +412,32 @@ def test_followed_terms_leave_the_parameters_in_place(method, monkeypatch):
     nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
     penalty.add_grad_()
     assert model[0].parametrizations.weight.original.grad is not None
+
+
+@pytest.mark.parametrize("method", ["spectral", "power_iteration"])
+def test_followed_terms_in_odd_surroundings(method):
+    model = network().double()
+    model.register_buffer("graph", torch.eye(3).to_sparse())  # no layer's, and without an address
+    penalty = Penalty(model, 1.0, method, input_shape=(3, 9, 9), iterations=3)
+    with torch.inference_mode():
+        start = penalty()
+        penalty.add_grad_()
+    assert gradients(model).keys() >= {"0.weight", "10.weight"}
+    snapshot = penalty.state_dict()
+    before = {name: tensor.clone() for name, tensor in snapshot.items()}
+    penalty().backward()
+    expected = gradients(model)
+    assert all(torch.equal(snapshot[name], tensor) for name, tensor in before.items())
+    for scale in (1.0, torch.ones(1), torch.ones((), dtype=torch.float64)):
+        penalty.load_state_dict(before)
+        with torch.autocast("cpu", torch.bfloat16):
+            copy.deepcopy(penalty).add_grad_()
+            penalty.add_grad_(scale)
+        assert_same(gradients(model), expected, 1e-9)
+    late = penalty()
+    penalty.add_grad_()  # climbs on; the gradient of the value before is still right
+    late.backward()
+    assert abs(float(late.detach()) - float(start)) < 1
 
 
 def test_which_layers_are_factors():

@@ -226,8 +226,7 @@ class Field:
 
     def send(self, values: NDArray[Any]) -> Tensor:
         """To the field's device."""
-        # From pageable memory: the driver has its copy when this returns.
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
 def _shifted(grid: Tensor, lag: list[int]) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ class Repeated(Generic[Result]):
     """One piece of work, the same at every call: on CUDA it is captured, then replayed.
 
     It must read and write its tensors where they lay at the capture, and never look at values.
+    What cannot be captured is launched one by one as before, with a warning.
 
     Args:
         device: Where it runs; elsewhere than on CUDA it is simply called.
@@ -25,19 +27,37 @@ class Repeated(Generic[Result]):
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: list[Result] = []
+        self._captures = device.type == "cuda"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Repeated, (self.device,)  # a graph cannot be copied
 
     def __call__(self, work: Callable[[], Result]) -> Result:
         """What the work returns; tensors in it are overwritten by the next call."""
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        # Looking for anomalies reads values.
+        if (
+            not self._captures
+            or torch.cuda.is_current_stream_capturing()
+            or torch.is_anomaly_enabled()
+        ):
             return work()
         with torch.cuda.device(self.device):
             if self._graph is None:
                 self._calls += 1
-                if self._calls <= WARM:
+                if self._calls <= WARM or not self._capture(work):
                     return work()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self._result = [work()]
-                self._graph = graph
+            assert self._graph is not None
             self._graph.replay()
         return self._result[0]
+
+    def _capture(self, work: Callable[[], Result]) -> bool:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._result = [work()]
+        except RuntimeError as error:
+            self._captures, self._result = False, []
+            warnings.warn(f"no CUDA graph ({str(error).splitlines()[0]})", stacklevel=2)
+            return False
+        self._graph = graph
+        return True
