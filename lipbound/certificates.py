@@ -26,11 +26,13 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         inputs: The batch, if ``source`` is a network; it is run in eval mode.
 
     Returns:
-        ``(batch,)`` float64. 0 where nothing can be said: a tie, or an infinite bound. The radii
+        ``(batch,)`` float64. 0 where nothing can be said: a tie, an infinite bound, logits that
+        are no finite numbers. The radii
         hold for the real-arithmetic network; the logits' own rounding is not part of them.
 
     Raises:
-        ValueError: If the logits are not ``(batch, classes)`` with at least two classes.
+        ValueError: If the logits are not ``(batch, classes)`` with at least two classes, or with
+            others than the audited network has.
 
     Example:
         >>> model = nn.Linear(2, 2, bias=False)
@@ -54,14 +56,21 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
     radii = torch.where(gains > 0, gaps / gains, math.inf)
     radii = torch.where(gains == math.inf, 0.0, radii)
     others = torch.arange(logits.shape[1], device=best.device) != best[:, None]
-    return torch.where(others, radii, math.inf).amin(1) * (1 - 1e-12)
+    radii = torch.where(others, radii, math.inf).amin(1) * (1 - 1e-12)
+    return torch.where(logits.isfinite().all(1), radii, 0.0)
 
 
 def _pair_gains(audit: Audit, classes: int) -> Tensor:
     """A Lipschitz constant of f_i − f_j for every pair."""
-    whole = torch.full((classes, classes), math.sqrt(2) * audit.upper * (1 + 1e-15)).double()
-    if audit.head is None or len(audit.head) != classes:
+    gain = math.sqrt(2) * audit.upper * (1 + 1e-15)
+    whole = torch.full((classes, classes), gain, dtype=torch.float64)
+    if audit.head is None:
         return whole
+    if len(audit.head) != classes:
+        raise ValueError(
+            f"the logits have {classes} classes, the audited network has {len(audit.head)}; pass "
+            f"the audit of this network"
+        )
     rows = audit.head.double().cpu()
     pairs = (rows[:, None] - rows[None]).norm(dim=2) * (1 + 1e-12)
     return torch.minimum(whole, audit.features * pairs)

@@ -78,13 +78,7 @@ class Followed:
         return plain.combine(self.factors, [found[i] for i in range(len(found))], log_floor)
 
     def total(self, log_floor: float, in_place: bool = False) -> Tensor:
-        with torch.autocast(self._device().type, enabled=False):
-            return self.logs(log_floor, in_place).sum()
-
-    def _device(self) -> torch.device:
-        """Of the first layer, without reading a parametrized weight."""
-        layer = self.factors[0].layer
-        return next(iter((*layer.parameters(), *layer.buffers()))).device
+        return self.logs(log_floor, in_place).sum()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Where the climbs stand, by layer."""

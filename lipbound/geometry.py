@@ -7,7 +7,8 @@ bad one refused, in exactly one place.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -222,6 +223,29 @@ def convolution(
     return conv if input_shape is None else _with_input_shape(conv, input_shape)
 
 
+def own_forward(layer: object) -> bool:
+    """Whether a convolution or Linear layer computes by a forward of its own, not PyTorch's.
+
+    Then its weight need not be its kernel: weights may be standardized or masked on the way.
+    """
+    if not isinstance(layer, _ConvNd | nn.Linear):
+        return False
+    if "forward" in vars(layer):
+        return True
+    names = [name for name in ("forward", "_conv_forward") if hasattr(type(layer), name)]
+    makers = [next(c for c in type(layer).__mro__ if name in vars(c)) for name in names]
+    return any(not maker.__module__.startswith("torch.nn.") for maker in makers)
+
+
+def refuse_own_forward(layer: object) -> None:
+    """Raise where a layer's weight need not be its kernel."""
+    if not torch.compiler.is_compiling() and own_forward(layer):
+        raise TypeError(
+            f"{type(layer).__name__} has a forward of its own, which need not use its weight as it "
+            f"is; pass the weight with its geometry if it does, or audit the network"
+        )
+
+
 def named(name: str, layer: Layer, **geometry: Any) -> Convolution:
     """:func:`convolution` of one layer among others: what is wrong with it begins with its name."""
     try:
@@ -298,8 +322,12 @@ def _with_input_shape(conv: Convolution, shape: Sequence[int]) -> Convolution:
 
 
 def _per_axis(name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
-    values = (value,) * dims if isinstance(value, int) else tuple(value)
-    if len(values) != dims or not all(isinstance(v, int) and v >= least for v in values):
+    try:
+        several = value if isinstance(value, Iterable) else (value,) * dims
+        values = tuple(operator.index(v) for v in several)
+    except TypeError:
+        values = ()
+    if len(values) != dims or any(v < least for v in values):
         raise ValueError(
             f"{name}={value!r} must be one integer ≥ {least}, or {dims} of them, one per axis"
         )

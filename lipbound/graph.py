@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import OutputKind
 from torch.utils._pytree import tree_leaves
 
 
@@ -129,9 +130,11 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                 else:
                     known[node.name] = node.meta.get("val")
             elif node.op == "output":
-                results = set(signature.user_outputs)
-                found = [r.name for r in _references(_resolve(node.args, known))]
-                outputs = [name for name in found if name in results and name not in integers]
+                # An input that is written to comes back too, without being an output.
+                pairs = zip(signature.output_specs, node.args[0], strict=True)
+                mine = [arg for spec, arg in pairs if spec.kind is OutputKind.USER_OUTPUT]
+                found = [r.name for r in _references(_resolve(mine, known))]
+                outputs = [name for name in found if name not in integers]
             elif node.op == "get_attr":
                 known[node.name] = getattr(program.graph_module, node.target)
             else:
@@ -139,6 +142,11 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                 if call.references():
                     calls.append(call)
                     integers |= set() if call.floating else {call.name}
+                elif _random(node.target, call):
+                    raise NotCaptured(
+                        f"{type(model).__name__} draws random numbers ({call.op}, {call.source}): "
+                        f"it is not one map; let it draw in training mode only"
+                    )
                 else:
                     known[node.name] = node.target(*call.args, **call.kwargs)
     if not outputs:
@@ -168,6 +176,13 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
         results=len(value) if isinstance(value, list | tuple) else 1,
         overload=getattr(target, "_overloadname", "default") or "default",
     )
+
+
+def _random(target: Any, call: Call) -> bool:
+    """Whether an operation draws; dropout and its like do not where they are told so."""
+    given = call.arguments()
+    switch = next((given[name] for name in ("train", "training") if name in given), True)
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and bool(switch)
 
 
 def _resolve(argument: Any, known: dict[str, Any]) -> Any:

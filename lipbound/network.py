@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lipbound.blocks import certified, find_chain, optimised
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
-from lipbound.geometry import Convolution, Layer, named
+from lipbound.geometry import Convolution, Layer, named, own_forward
 from lipbound.graph import Call, Graph, NotCaptured, capture
-from lipbound.layers import lipschitz
 from lipbound.modes import in_eval
 from lipbound.progress import Progress, silent
 from lipbound.rules import Options, Value, follow
@@ -147,27 +146,34 @@ def audit(
         raise ValueError(f"effort={effort!r} is not 'normal' or 'high'")
     if effort == "high" and method != "spectral":
         raise ValueError(f"effort='high' brackets its own factors; leave out method={method!r}")
+    if isinstance(input_shape, int):
+        raise ValueError(f"input_shape={input_shape} is no shape; pass ({input_shape},) say")
     options = Options(rtol, effort, method)
     with in_eval(model):
         layers = layer_reports(model, options, progress)
         product = _product(layers)
+        apart = [name for name, m in model.named_modules() if own_forward(m)]
+        note = f"not among the layers, for their forward is their own: {', '.join(apart)}"
+        note = note if apart else ""
         if input_shape is None and inputs is None:
             reason = "no input shape was given, so only the layers were read"
-            return Audit(layers, math.inf, 0.0, reason, (), product, None)
+            return Audit(layers, math.inf, 0.0, reason, (), product, None, note=note)
         if inputs is None:
             assert input_shape is not None
             draw = torch.Generator().manual_seed(seed)
             inputs = torch.randn(max(1, search), *input_shape, generator=draw)
         stored = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
         like = next(stored, torch.zeros(()))
-        inputs = inputs.to(like.device, like.dtype)
+        inputs = inputs.to(like.device, like.dtype, copy=True)  # the network may write to it
         shape = tuple(inputs.shape[1:])
         try:
             graph = capture(model, (inputs[:1],))
         except NotCaptured as error:
-            return Audit(layers, math.inf, 0.0, f"layers only: {error}", (), product, shape)
+            why = f"layers only: {error}"
+            return Audit(layers, math.inf, 0.0, why, (), product, shape, note=note)
         found = compose(graph, options, progress)
-        found = replace(found, layers=layers, product=product, input_shape=shape)
+        note = "; ".join(part for part in (found.note, note) if part)
+        found = replace(found, layers=layers, product=product, input_shape=shape, note=note)
         if not search:
             return found
         try:
@@ -226,7 +232,11 @@ def layer_reports(
     if options.method not in BOUNDS:
         raise ValueError(f"unknown bound method {options.method!r}; there are {', '.join(BOUNDS)}")
     named = dict(source.named_modules() if isinstance(source, nn.Module) else source)
-    linear = {k: v for k, v in named.items() if isinstance(v, _ConvNd | nn.Linear | Convolution)}
+    linear = {
+        name: layer
+        for name, layer in named.items()
+        if isinstance(layer, _ConvNd | nn.Linear | Convolution) and not own_forward(layer)
+    }
     if options.method == "spectral":
         found = brackets(linear, options.rtol, progress=progress)
     else:
@@ -235,12 +245,21 @@ def layer_reports(
     reports = []
     for name, layer in named.items():
         if isinstance(layer, _BatchNorm) and layer.running_var is not None:
-            value = float(lipschitz(layer))
-            reports.append(LayerReport(name, layer, Bracket(value, value, (), 0), None))
+            reports.append(LayerReport(name, layer, _norm_bracket(layer), None))
         elif name in found:
             paper = None if isinstance(layer, nn.Linear) else float(bound(layer, "lipbound"))
             reports.append(LayerReport(name, layer, found[name], paper))
     return tuple(reports)
+
+
+def _norm_bracket(layer: _BatchNorm) -> Bracket:
+    """max|γ|/√(var + ε), four roundings on either side; ∞ where it is no number."""
+    assert layer.running_var is not None
+    scale = 1.0 if layer.weight is None else layer.weight.double().abs()
+    value = float((scale / (layer.running_var.double() + layer.eps).sqrt()).amax())
+    if not math.isfinite(value):
+        return Bracket(0.0, math.inf, (), 0)
+    return Bracket(value * (1 - 2.0**-50), value * (1 + 2.0**-50), (), 0)
 
 
 def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audit:
@@ -273,7 +292,8 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
     reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
     audit = Audit((), total, 0.0, reason, tuple(reports), math.inf, None)
     last = outputs[0].linear
-    if len(outputs) == 1 and last is not None and last.conv.dims == 0:
+    rows = len(outputs) == 1 and len(outputs[0].shape) == 2 and outputs[0].shape[0] == 1
+    if rows and last is not None and last.conv.dims == 0 and last.slack == 0:
         audit = replace(audit, features=last.anchor.lipschitz, head=last.conv.kernel)
     return audit if options.effort == "normal" else _weighted(audit, outputs, options, progress)
 
@@ -337,14 +357,15 @@ def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: 
     """
     inputs = inputs.detach()
     with torch.no_grad():
-        apart = any(t.ndim == 0 or len(t) != len(inputs) for t in _tensors(model(inputs)))
+        given = inputs.clone()  # the network may write to what it gets
+        apart = any(t.ndim == 0 or len(t) != len(inputs) for t in _tensors(model(given)))
     if apart and len(inputs) > 1:  # an output without a batch axis
         return max(jacobian_norm(model, one[None], iterations, seed) for one in inputs)
     draw = torch.Generator().manual_seed(seed)
     vectors = torch.randn(inputs.shape, generator=draw).to(inputs)
 
     def run(x: Tensor) -> Tensor:
-        parts = [t for t in _tensors(model(x)) if t.is_floating_point()]
+        parts = [t for t in _tensors(model(x.clone())) if t.is_floating_point()]
         return torch.cat([t.reshape(len(x), -1) for t in parts], 1)
 
     pull = torch.func.vjp(run, inputs)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -121,12 +122,20 @@ class Penalty:
 
     def __call__(self) -> Tensor:
         """The penalty, a scalar; differentiable."""
-        return self.weight * self._terms.total(self.log_floor)
+        with self._in_full():
+            return self.weight * self._terms.total(self.log_floor)
 
     @torch.no_grad()
     def add_grad_(self, scale: float | Tensor = 1.0) -> Tensor:
         """Add ``scale`` times the penalty's gradient to ``.grad``; return the penalty, detached."""
-        return self.weight * self._terms.add_grad_(self.weight * scale, self.log_floor)
+        with self._in_full():
+            return self.weight * self._terms.add_grad_(self.weight * scale, self.log_floor)
+
+    def _in_full(self) -> AbstractContextManager[Any]:
+        """Without autocast: a bound in bfloat16 is none."""
+        layer = self.factors[0].layer
+        kind = next(iter((*layer.parameters(), *layer.buffers()))).device.type
+        return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
 
     @torch.no_grad()
     def bounds(self) -> dict[str, float]:
@@ -136,7 +145,8 @@ class Penalty:
         ∞ where the weights are so large that their squares overflow. Of shared weights the first
         layer stands for all.
         """
-        logs = self._terms.logs(-math.inf).double()
+        with self._in_full():
+            logs = self._terms.logs(-math.inf).double()
         counts = torch.tensor([f.count for f in self.factors], dtype=torch.float64)
         up = 1 + 4 * torch.finfo(torch.float32).eps * (1 + logs.abs().cpu())  # of a float32 log
         values = (logs.cpu() / counts).exp() * (up if self.method == "lipbound" else 1.0)
@@ -179,10 +189,10 @@ class RowTerms:
         self._look()
         found: dict[str, Tensor] = {}
         if self._rest:
-            found |= _named(self._rest, plain.logs(self._rest, log_floor))
+            found |= _named(self._rest, plain.logs(self._rest, log_floor, torch.float64))
         if self._fused is not None:
             self._fused.value(log_floor)
-            found |= _named(self._fused.factors, self._fused.logs)
+            found |= _named(self._fused.factors, self._fused.logs.double())
         return torch.stack([found[f.name] for f in self.factors])
 
     def total(self, log_floor: float) -> Tensor:

@@ -200,7 +200,7 @@ def test_large_kernels_sum_lags_without_a_table(stride, monkeypatch):
 def test_many_taps_are_looked_at_by_a_fourier_transform():
     climb = Climb((2, 3, 9, 10))
     rows = torch.randn(4, 3, 90, dtype=torch.complex128)
-    waves = climb._waves(climb.grid)  # (P, T)
+    waves = climb._waves(climb._grid_and_taps(rows.device)[0])  # (P, T)
     wanted = (rows @ waves.mT).abs().square().sum(1)
     torch.testing.assert_close(climb._on_grid(rows, rows.mH @ rows), wanted)
 

@@ -18,7 +18,14 @@ from lipbound.bounds.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.finite import attained, embedding, grid_maximum
 from lipbound.bounds.rounding import UNIT, Scaled, double
 from lipbound.bounds.search import Search
-from lipbound.geometry import Convolution, Layer, convolution, named
+from lipbound.geometry import (
+    Convolution,
+    Layer,
+    convolution,
+    named,
+    own_forward,
+    refuse_own_forward,
+)
 from lipbound.memory import in_pieces, piece
 from lipbound.progress import Progress, silent
 from lipbound.symbol import evaluate, taps
@@ -179,6 +186,7 @@ def bracket(
         (True, True)
     """
     _check_rtol(rtol)
+    refuse_own_forward(layer)
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
 
     def run() -> Bracket:
@@ -197,6 +205,8 @@ def brackets(
 ) -> dict[str, Bracket]:
     """:func:`bracket` for every convolution and Linear layer of a network, equal shapes together.
 
+    Layers with a forward of their own are left out: their weight need not be their kernel.
+
     Args:
         model: A module, or layers by name.
         rtol: Wanted upper/lower − 1.
@@ -210,7 +220,8 @@ def brackets(
     _check_rtol(rtol)
     if isinstance(model, nn.Module):
         modules = model.named_modules()
-        layers = {name: m for name, m in modules if isinstance(m, _ConvNd | nn.Linear)}
+        known = (_ConvNd, nn.Linear)
+        layers = {n: m for n, m in modules if isinstance(m, known) and not own_forward(m)}
     else:
         layers = dict(model)
     groups: dict[tuple[object, ...], list[str]] = {}

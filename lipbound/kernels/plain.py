@@ -15,9 +15,12 @@ from lipbound.factors import Factor
 from lipbound.rows import add_row_gradient_, row_peaks
 
 
-def logs(found: Sequence[Factor], log_floor: float) -> Tensor:
-    """count · log max(bound, floor) of every factor, ``(factors,)``; differentiable."""
-    return combine(found, [log_factor(f, f.weight()) for f in found], log_floor)
+def logs(found: Sequence[Factor], log_floor: float, least: torch.dtype = torch.float32) -> Tensor:
+    """count · log max(bound, floor) of every factor, ``(factors,)``; differentiable.
+
+    Computed in ``least`` at least: float64 knows no TF32 and no reduced precision of products.
+    """
+    return combine(found, [log_factor(f, f.weight(), least) for f in found], log_floor)
 
 
 def combine(found: Sequence[Factor], each: Sequence[Tensor], log_floor: float) -> Tensor:
@@ -27,12 +30,12 @@ def combine(found: Sequence[Factor], each: Sequence[Tensor], log_floor: float) -
     return stacked if set(counts) == {1} else stacked * stacked.new_tensor(counts)
 
 
-def log_factor(factor: Factor, weight: Tensor) -> Tensor:
+def log_factor(factor: Factor, weight: Tensor, least: torch.dtype = torch.float32) -> Tensor:
     """log of the factor's bound, differentiable in its weight and γ."""
     if factor.kind is None:
-        gains = norm_gains(factor).abs()
+        gains = norm_gains(factor, least).abs()
         return gains.amax().clamp_min(torch.finfo(gains.dtype).tiny).log()
-    rows = factor.rows(working(weight))
+    rows = factor.rows(working(weight, least))
     locate = weight.requires_grad and torch.is_grad_enabled()
     peaks, _ = row_peaks(rows, factor.kind, locate)
     scale, tiny = factor.constant(rows)
@@ -95,23 +98,23 @@ def add_gradient_(
     return log
 
 
-def norm_gains(factor: Factor) -> Tensor:
+def norm_gains(factor: Factor, least: torch.dtype = torch.float32) -> Tensor:
     """γ/√(var + ε) of the factor's BatchNorm."""
     norm = factor.norm
     assert norm is not None
     assert norm.running_var is not None
-    deviation = (working(norm.running_var) + norm.eps).sqrt()
-    return 1 / deviation if norm.weight is None else working(norm.weight) / deviation
+    deviation = (working(norm.running_var, least) + norm.eps).sqrt()
+    return 1 / deviation if norm.weight is None else working(norm.weight, least) / deviation
 
 
-def working(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def working(tensor: Tensor, least: torch.dtype = torch.float32) -> Tensor:
+    """In float32 at least, or in ``least``."""
+    return tensor.to(torch.promote_types(tensor.dtype, least))
 
 
 def _largest_group(factor: Factor, peaks: Tensor) -> tuple[Tensor, Tensor]:
     if factor.norm is not None:
-        peaks = peaks * norm_gains(factor).square()
+        peaks = peaks * norm_gains(factor, peaks.dtype).square()
     best = peaks.reshape(factor.groups, -1).sum(1).max(0)
     return best.values, best.indices
 

@@ -8,15 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.rules.values import Step, Unbounded, Value, register_rule, root_sum, spread, up
+from lipbound.rules.values import (
+    Step,
+    Unbounded,
+    Value,
+    register_rule,
+    root_sum,
+    spread,
+    steepest,
+    up,
+)
 
 # Largest |slope| where it is one number.
 SLOPES = {
     **dict.fromkeys(
         [
             "relu", "relu_", "relu6", "tanh", "hardtanh", "hardtanh_", "softsign",
-            "log_sigmoid_forward", "log_sigmoid", "abs", "neg", "clamp", "clamp_min", "clamp_max",
-            "sin", "cos", "atan", "asinh", "logsumexp",
+            "log_sigmoid_forward", "log_sigmoid", "abs", "neg", "sin", "cos", "atan", "asinh",
+            "logsumexp",
         ],
         1.0,
     ),
@@ -44,6 +53,11 @@ for _name, _value in SLOPES.items():
     _slope(_name, _value)
 
 
+@register_rule("aten.clamp", "aten.clamp_min", "aten.clamp_max")
+def _clamp(step: Step) -> float:
+    return spread(step.only(), step.shape)
+
+
 @register_rule("aten.gelu")
 def _gelu(step: Step) -> float:
     return up(GELU[step["approximate"]])
@@ -51,7 +65,7 @@ def _gelu(step: Step) -> float:
 
 @register_rule("aten.leaky_relu", "aten.leaky_relu_")
 def _leaky(step: Step) -> float:
-    return max(1.0, abs(step["negative_slope"]))
+    return steepest(1.0, step["negative_slope"])
 
 
 @register_rule("aten.prelu", "aten._prelu_kernel")
@@ -59,7 +73,7 @@ def _prelu(step: Step) -> float:
     weight = step["weight"]
     if not isinstance(weight, Tensor):
         raise Unbounded("a slope that depends on the input")
-    return max(1.0, float(weight.abs().max()))
+    return steepest(1.0, float(weight.abs().max()))
 
 
 @register_rule("aten.dropout", "aten.native_dropout", "aten.feature_dropout", "aten.alpha_dropout")
@@ -73,7 +87,7 @@ def _dropout(step: Step) -> float:
 def _rrelu(step: Step) -> float:
     if step["training"]:
         raise Unbounded("RReLU in training mode is random")
-    return max(1.0, abs((step["lower"] + step["upper"]) / 2))
+    return steepest(1.0, up(abs((step["lower"] + step["upper"]) / 2)))
 
 
 @register_rule("aten.elu", "aten.elu_")
@@ -81,7 +95,7 @@ def _elu(step: Step) -> float:
     if step["input_scale"] < 0:
         raise Unbounded(f"ELU with input_scale={step['input_scale']} grows exponentially")
     scale = abs(step["scale"])
-    return up(max(scale, up(scale * abs(step["alpha"] * step["input_scale"]))))
+    return up(steepest(scale, up(scale * abs(step["alpha"] * step["input_scale"]))))
 
 
 @register_rule("aten.celu", "aten.celu_")
@@ -136,9 +150,11 @@ def _is_one_plus_abs(value: Value, of: Any) -> bool:
     """Whether a value was computed as 1 + |x| of that very x."""
     if value.origin is None or value.origin.call.op != "aten.add":
         return False
-    inner = value.origin["self"]
+    inner, other, alpha = (value.origin.arguments.get(k) for k in ("self", "other", "alpha"))
     return (
-        value.origin["other"] == 1
+        isinstance(other, int | float)
+        and other == 1
+        and alpha in (None, 1)
         and isinstance(inner, Value)
         and inner.origin is not None
         and inner.origin.call.op == "aten.abs"
@@ -150,14 +166,14 @@ def _is_one_plus_abs(value: Value, of: Any) -> bool:
 def _multiply(step: Step) -> Value:
     one, other = step["self"], step["other"]
     divided = "div" in step.call.op
+    if divided and step.arguments.get("rounding_mode"):
+        raise Unbounded("it is discontinuous")
     if divided and isinstance(other, Value) and _is_one_plus_abs(other, one):
         return one.times(1.0, step.shape)  # softsign
     if not divided and isinstance(one, Value) and isinstance(other, Value):
         raise Unbounded("a product of two activations has no global Lipschitz constant")
     if divided and isinstance(other, Value):
         raise Unbounded("division by an activation has no global Lipschitz constant")
-    if divided and step.arguments.get("rounding_mode"):
-        raise Unbounded("it is discontinuous")
     value, factor = (one, other) if isinstance(one, Value) else (other, one)
     sizes = torch.as_tensor(factor).double().abs()
     gain = float((1 / sizes if divided else sizes).max())
@@ -216,6 +232,13 @@ def _instance_norm(step: Step) -> float:
     return _normalized(math.prod(step.shape[2:]), step["weight"], step["eps"])
 
 
-@register_rule("aten.scaled_dot_product_attention", "aten.bmm", "aten.baddbmm")
+@register_rule("aten.scaled_dot_product_attention")
 def _attention(step: Step) -> float:
     raise Unbounded("attention multiplies activations and has no global Lipschitz constant")
+
+
+@register_rule("aten.bmm", "aten.baddbmm")
+def _batched_product(step: Step) -> float:
+    if len(step.inputs()) > 1:
+        raise Unbounded("a product of two activations has no global Lipschitz constant")
+    raise Unbounded("a product with a batch of matrices has no rule")

@@ -64,17 +64,19 @@ def _matrix(step: Step) -> Value:
     if isinstance(left, Value) and isinstance(right, Value):
         raise Unbounded("a product of two activations has no global Lipschitz constant")
     value, matrix = (left, right) if isinstance(left, Value) else (right, left)
-    if step.call.op == "aten.addmm" and isinstance(step["self"], Value):
-        raise Unbounded("addmm of two activations has no rule")
+    if not isinstance(value, Value):
+        raise Unbounded("a bias that depends on the input has no rule")
+    alpha = float(step.arguments.get("alpha", 1))  # of addmm
     if matrix.ndim == 1:
         return value.times(up(float(matrix.double().norm()) * (1 + 1e-12)), step.shape)
     if matrix.ndim != 2:
         raise Unbounded(f"a product with a batch of matrices, {tuple(matrix.shape)}, has no rule")
-    direct = step.call.op == "aten.linear" or value is right
-    alpha = float(step.arguments.get("alpha", 1))  # of addmm
-    rows = alpha * (matrix.double() if direct else matrix.double().mT)
+    rows = alpha * (matrix.double() if step.call.op == "aten.linear" else matrix.double().mT)
     conv = replace(convolution(rows.contiguous()), input_size=())
-    return Value(step.shape, linear=Linear(value, conv, step.options))
+    linear = Linear(value, conv, step.options)
+    if value is left:
+        return Value(step.shape, linear=linear)
+    return value.times(linear.norm, step.shape)  # from the left: it acts on another axis
 
 
 @register_rule("aten._native_batch_norm_legit_no_training", "aten.batch_norm",
@@ -96,9 +98,9 @@ def _batch_norm(step: Step) -> Any:
 def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
     """A convolution with its output channels multiplied: still one."""
     assert value.linear is not None
-    conv = value.linear.conv
-    if conv.out_channels != len(gains) or (conv.dims == 0 and len(value.shape) != 2):
-        return None
+    conv, slack = value.linear.conv, value.linear.slack
+    if conv.out_channels != len(gains) or len(value.shape) != conv.dims + 2 or value.shape[0] != 1:
+        return None  # tokens, or no batch axis: BatchNorm's channels are not the convolution's
     tail = [1] * conv.dims
     if conv.transposed:  # the weight is (inputs, outputs / groups, ...)
         shares = gains.reshape(conv.groups, 1, -1)
@@ -107,7 +109,8 @@ def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
     else:
         factor = gains.reshape(-1, 1, *tail)
     scaled = replace(conv, kernel=conv.kernel * factor)
-    return Value(value.shape, linear=Linear(value.linear.anchor, scaled, step.options))
+    slack = up(slack * float(gains.abs().max()) * (1 + 1e-15)) if slack else 0.0
+    return Value(value.shape, linear=Linear(value.linear.anchor, scaled, step.options, slack))
 
 
 def sum_of_linears(

@@ -9,19 +9,31 @@ import numpy as np
 import torch
 
 from lipbound.geometry import NUMPY_MODES
-from lipbound.rules.values import Step, Unbounded, Value, register_rule, root_sum, up
+from lipbound.rules.values import Step, Unbounded, Value, register_rule, root_sum, spread, up
 
 MOVES = [
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t",
     "movedim", "squeeze", "unsqueeze", "contiguous", "clone", "alias", "detach", "_to_copy", "to",
     "slice", "select", "narrow", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll",
-    "flip", "lift_fresh_copy", "copy", "type_as", "diagonal", "rot90", "T",
+    "flip", "lift_fresh_copy", "type_as", "diagonal", "rot90", "T",
 ]  # fmt: skip
 
 
 @register_rule(*[f"aten.{name}" for name in MOVES])
 def _move(step: Step) -> float:
+    if step.call.overload == "dtype":
+        raise Unbounded("it reads the same bits as other numbers")
     return 1.0
+
+
+@register_rule("aten.copy", "aten.copy_")
+def _copy(step: Step) -> Value:
+    """What was there before is gone; what comes may be spread by broadcasting."""
+    source = step["src"]
+    step["self"]
+    if not isinstance(source, Value):
+        return Value(step.shape, 0.0)
+    return source.times(spread(source, step.shape), step.shape)
 
 
 @register_rule("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.unbind",
@@ -33,6 +45,9 @@ def _split(step: Step) -> list[Value]:
 
 @register_rule("aten.expand", "aten.expand_as", "aten.repeat", "aten.repeat_interleave")
 def _repeat(step: Step) -> float:
+    counts = step.arguments.get("repeats")
+    if isinstance(counts, torch.Tensor):
+        return up(math.sqrt(int(counts.max())))
     return up(math.sqrt(math.prod(step.shape) / math.prod(step.only().shape)))
 
 

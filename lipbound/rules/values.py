@@ -106,7 +106,8 @@ class Value:
         """The value after an operation that is ``gain``-Lipschitz."""
         exact = gain in (0, 1)
         product = gain * self.lipschitz if gain else 0.0
-        return Value(tuple(shape or self.shape), product if exact else up(product), reason=self.why)
+        after = self.shape if shape is None else tuple(shape)  # () is a number, to be spread
+        return Value(after, product if exact else up(product), reason=self.why)
 
 
 @dataclass
@@ -122,9 +123,19 @@ class Step:
     call: Call
     arguments: dict[str, Any]
     options: Options
+    read: set[str] = field(default_factory=set)
 
     def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
         return self.arguments[name]
+
+    def unread(self) -> list[str]:
+        """Arguments that depend on the input and that nobody has looked at."""
+        return [
+            name for name, argument in self.arguments.items()
+            if name not in self.read
+            and any(isinstance(leaf, Value) for leaf in tree_leaves(argument))
+        ]  # fmt: skip
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,6 +144,7 @@ class Step:
 
     def inputs(self) -> list[Value]:
         """The arguments that depend on the input, in order."""
+        self.read |= self.arguments.keys()
         leaves = tree_leaves(list(self.arguments.values()))
         return [leaf for leaf in leaves if isinstance(leaf, Value)]
 
@@ -140,7 +152,7 @@ class Step:
         """The one argument that depends on the input."""
         found = self.inputs()
         if len(found) != 1:
-            raise Unbounded("a product or choice of activations has no global Lipschitz constant")
+            raise Unbounded(f"it has a rule for one activation, and was given {len(found)}")
         return found[0]
 
 
@@ -187,23 +199,35 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
     shape = call.shape or ()
     try:
         if not call.floating:
-            raise Unbounded("its result is no floating-point tensor, so it jumps")
+            raise Unbounded("its result is no real floating-point tensor: it jumps, or has no rule")
         if call.op not in RULES:
             raise Unbounded(
                 f"no rule for {call.op}; add one with @lipbound.register_rule({call.op!r})"
             )
-        result = RULES[call.op](step)
-        if isinstance(result, int | float):
-            result = step.only().times(float(result), shape)
+        result = _ruled(step)
     except Unbounded as error:
         earlier = [v.why for v in step.inputs() if v.lipschitz == math.inf and v.why]
         place = ", ".join(part for part in (call.module, call.source) if part)
         reason = earlier[0] if earlier else f"{error} ({call.op}{' in ' if place else ''}{place})"
         result = Value(shape, math.inf, reason=reason)
-        if call.shape is None:
-            result = [result] * call.results
+    if call.shape is None and isinstance(result, Value):
+        result = [result] * call.results
     if isinstance(result, Value):
         result.origin = step
+    return result
+
+
+def _ruled(step: Step) -> Any:
+    """What the rule says. A rule answers for the activations it has looked at, and for no other."""
+    try:
+        result = RULES[step.call.op](step)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        first = (str(e).strip() or type(e).__name__).splitlines()[0][:120]
+        raise Unbounded(f"its rule cannot read these arguments ({first})") from e
+    if isinstance(result, int | float):
+        return step.only().times(float(result), step.call.shape)
+    if step.unread():
+        raise Unbounded(f"no rule for a {step.unread()[0]!r} that depends on the input")
     return result
 
 
@@ -213,6 +237,13 @@ def up(number: float) -> float:
     Of what is not a number (0·∞, a NaN among the constants) nothing is known: ∞.
     """
     return math.inf if math.isnan(number) else math.nextafter(number, math.inf)
+
+
+def steepest(*slopes: float) -> float:
+    """The largest |slope|."""
+    if any(map(math.isnan, slopes)):
+        raise Unbounded("a slope is not a number")
+    return max(map(abs, slopes))
 
 
 def root_sum(numbers: Sequence[float]) -> float:

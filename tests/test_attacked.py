@@ -1,0 +1,204 @@
+"""What a sceptic found against the rules of the graph and beside them: no bound below the truth."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lipbound
+from lipbound import Penalty, audit, bracket, certify, constrain
+
+
+class Run(nn.Module):
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Centre(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(100))
+
+    def forward(self, x):
+        self.centre.copy_(x.mean())
+        return x + self.centre
+
+
+class Standardized(nn.Conv2d):
+    def forward(self, x):
+        weight = self.weight / self.weight.std((1, 2, 3), keepdim=True)
+        return functional.conv2d(x, weight, None, self.stride, self.padding)
+
+
+def norm(*gains: float) -> nn.BatchNorm1d:
+    layer = nn.BatchNorm1d(len(gains)).eval()
+    layer.weight.data = torch.tensor(gains)
+    return layer
+
+
+SIGNS = torch.diag(torch.tensor([1.0, -1.0]))
+FIRST = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+BN = norm(1e-3, 1.0)
+EYE = torch.eye(3)[..., None, None]
+ONE, ZERO = torch.ones(3), torch.zeros(3)
+LOW = torch.full((1, 50), -9.0)
+COUNTS = torch.tensor([1, 9])
+SQUARE = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+LINEAR = nn.Linear(3, 3)
+STEEP = nn.PReLU(init=math.nan)
+
+# Every one of these was bounded too low once, or ended in a traceback.
+ATTACKS: dict[str, tuple] = {
+    "from both sides": (Run(lambda x: SIGNS @ x - x @ SIGNS), (2, 2)),
+    "BatchNorm after a matrix from the left": (Run(lambda x: BN(FIRST @ x[0]), bn=BN), (2, 2)),
+    "BatchNorm over positions": (
+        Run(lambda x: BN(functional.conv1d(x[0], FIRST[..., None])), bn=BN), (2, 2),
+    ),
+    "a graph and a layer": (Run(lambda x: SQUARE @ x + LINEAR(x), layer=LINEAR), (4, 3)),
+    "bias of linear": (Run(lambda x: functional.linear(x, torch.eye(4), 10 * x[0])), (4,)),
+    "bias alone": (Run(lambda x: functional.linear(torch.eye(4), torch.eye(4), x[0])), (4,)),
+    "bias of a convolution": (
+        Run(lambda x: functional.conv2d(x, EYE, 10 * x.mean((0, 2, 3)))), (3, 2, 2),
+    ),
+    "bias of a transposed convolution": (
+        Run(lambda x: functional.conv_transpose2d(x, EYE, 10 * x.mean((0, 2, 3)))), (3, 2, 2),
+    ),
+    "bias of BatchNorm": (
+        Run(lambda x: functional.batch_norm(x, ZERO, ONE, ONE, 10 * x.mean((0, 2, 3)))), (3, 2, 2),
+    ),
+    "mean of BatchNorm": (
+        Run(lambda x: functional.batch_norm(x, -10 * x.mean((0, 2, 3)), ONE)), (3, 2, 2),
+    ),
+    "weight of BatchNorm": (
+        Run(lambda x: functional.batch_norm(x, ZERO, ONE, x.mean((0, 2, 3)))), (3, 2, 2),
+    ),
+    "weight of LayerNorm": (Run(lambda x: functional.layer_norm(x, (3,), x[0])), (3,)),
+    "clamped and spread": (Run(lambda x: torch.clamp(x, min=LOW)), (1,)),
+    "a limit that is spread": (Run(lambda x: torch.clamp(LOW, min=x)), (1,)),
+    "copied and spread": (Centre(), (100,)),
+    "copied over": (Run(lambda x: torch.zeros(1, 9).copy_(x.sum(1, keepdim=True))), (4,)),
+    "repeated unequally": (
+        Run(lambda x: x.repeat_interleave(COUNTS, dim=1, output_size=10)), (2,),
+    ),
+    "softsign with alpha": (Run(lambda x: x / torch.add(x.abs(), 1, alpha=0.01)), (3,)),
+    "softsign rounded": (
+        Run(lambda x: torch.div(x, 1 + x.abs(), rounding_mode="floor")), (3,),
+    ),
+    "softsign of a vector": (Run(lambda x: x / (x.abs() + ONE / 2)), (3,)),
+    "drawn": (Run(lambda x: 10 * x * torch.bernoulli(torch.full((3,), 0.5))), (3,)),
+    "other bits": (Run(lambda x: x.view(torch.float16)), (4,)),
+    "NaN slope": (nn.LeakyReLU(math.nan), (3,)),
+    "NaN slopes": (STEEP, (3,)),
+    "a number read back": (Run(lambda x: x / x.norm().item()), (3,)),
+    "several results": (Run(lambda x: torch.native_layer_norm(x, (3,), None, None, 1e-5)[0]), (3,)),
+}  # fmt: skip
+
+
+REFUSED = ("softsign rounded", "drawn", "other bits", "a number read back")
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_bound_below_a_jacobian(name):
+    model, shape = ATTACKS[name]
+    found = audit(model, shape, search=0)
+    assert found.upper == math.inf or name not in REFUSED
+    if found.upper == math.inf:
+        assert found.reason
+        return
+    for seed in range(4):
+        x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) / 10**seed
+        jacobian = torch.autograd.functional.jacobian(model, x).reshape(-1, x.numel())
+        assert float(torch.linalg.matrix_norm(jacobian, 2)) <= found.upper * (1 + 1e-5)
+
+
+def test_matrices_that_cancel_leave_their_rounding_to_batchnorm():
+    layer = nn.Conv2d(1, 1, 1, bias=False).double()
+    layer.weight.data.fill_(3.0)
+    after = nn.BatchNorm2d(1).double().eval()
+    after.weight.data.fill_(1e10)
+    model = Run(lambda x: after(torch.sub(x, layer(x), alpha=1 / 3)), layer=layer, after=after)
+    assert audit(model, (1, 2, 2), search=0).upper >= 5.5e-7
+
+
+def test_inputs_are_not_written_to_and_count_once():
+    x = -torch.ones(2, 3)
+    found = audit(nn.ReLU(inplace=True), inputs=x)
+    assert torch.equal(x, -torch.ones(2, 3))
+    assert found.upper < 1.001
+    assert found.note == ""
+
+
+def test_radii_are_rounded_down():
+    model, x = nn.ReLU(), torch.tensor([[3.0, 1.0]], dtype=torch.float64)
+    (radius,) = certify(model, audit(model, (2,)), x).tolist()
+    assert radius <= math.sqrt(2) * (1 - 1e-13)
+    bad = torch.tensor([[math.nan, 0.0], [math.inf, 0.0]])
+    assert certify(bad, audit(model, (2,))).tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="3 classes, the audited network has 2"):
+        certify(torch.zeros(1, 3), audit(nn.Linear(2, 2), (2,)))
+
+
+def test_a_matrix_from_the_left_is_no_head():
+    weight = torch.tensor([[1.0, 0.0], [0.999, 0.0]])
+    model = Run(lambda x: weight @ x[0])
+    radii = certify(model, audit(model, (2, 2)), torch.tensor([[[3.0, 1.0], [0.0, 0.0]]]))
+    assert radii.max() <= 1.556
+
+
+def test_penalties_know_no_autocast_and_no_reduced_products():
+    layer = nn.Conv1d(16, 1, 2, bias=False)
+    layer.weight.data.fill_(1.0019)
+    truth, penalty = bracket(layer).lower, Penalty(layer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert penalty.bounds()[""] >= truth
+        assert float(penalty()) == pytest.approx(float(Penalty(layer)()), rel=1e-6)
+    wide = nn.Conv2d(64, 1, 3, bias=False)
+    wide.weight.data.fill_(1.0019)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert Penalty(wide, samples=200).bounds()[""] >= bracket(wide).lower
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_layers_with_a_forward_of_their_own():
+    layer = Standardized(3, 4, 3, padding=1, bias=False)
+    for call in (bracket, lipbound.bound, constrain):
+        with pytest.raises(TypeError, match="Standardized has a forward of its own"):
+            call(layer)
+    model = nn.Sequential(layer, nn.ReLU(), nn.Conv2d(4, 2, 3))
+    found = audit(model, (3, 6, 6))
+    assert [report.name for report in found.layers] == ["2"]
+    assert "their forward is their own: 0" in found.note
+    assert list(lipbound.brackets(model)) == ["2"]
+    assert found.upper >= found.lower > 0
+    assert bracket(nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3))).certified
+
+
+def test_batchnorm_alone_is_between_its_ends():
+    layer = nn.BatchNorm2d(1).eval()
+    layer.running_var.fill_(0.7)
+    (report,) = audit(nn.Sequential(layer)).layers
+    truth = 1 / math.sqrt(float(layer.running_var) + layer.eps)
+    assert report.bracket.lower <= truth <= report.bracket.upper <= truth * (1 + 1e-14)
+    layer.running_var.fill_(-1.0)
+    assert audit(nn.Sequential(layer), (1, 2, 2), search=0).upper == math.inf
+
+
+def test_other_integers_and_no_shape():
+    kernel = torch.ones(1, 1, 3)
+    assert bracket(kernel, stride=np.int64(2)) == bracket(kernel, stride=2)
+    with pytest.raises(ValueError, match="input_shape=5 is no shape"):
+        audit(nn.ReLU(), 5)
