@@ -82,7 +82,10 @@ class Constrained(nn.Module):
         return scaled(weight, self.scale)
 
     def train(self, mode: bool = True) -> Constrained:
-        """Leaving training mode certifies, so that a graph exported afterwards holds a number."""
+        """Leaving training mode certifies, so that a graph exported afterwards holds a number.
+
+        Weights changed by hand after that are certified at the next call, not by an export.
+        """
         super().train(mode)
         if not mode and parametrize.is_parametrized(self._layer[0], "weight"):
             self._certify(self._layer[0].parametrizations["weight"].original)  # type: ignore

@@ -108,6 +108,8 @@ def test_what_is_only_tried_is_not_attacked(tmp_path):
     shown = table2.report({"cells": cells})
     assert table2.TRIED in shown
     assert fig3.from_cells(cells)["tiers"]["tiny"].keys() == {"at"}
+    attacked = work("tiny", TINY, tmp_path, device="cpu")  # chosen, it is no longer only tried
+    assert ["pgd" in cell["final"] for cell in attacked] == [True, True]
 
 
 @pytest.mark.parametrize("reason", ["time limit", "interrupted"])

@@ -42,6 +42,7 @@ TIERS = {
          "baseline": {"arm": "baseline"}},
         {"at": 2, "at+lipreg 0.008": 2, "baseline": 2},
         FULL,
+        pilot=True,
     ),
     "A": Tier(
         "As `A0` with batches of 64, three times the steps: where robust overfitting is",
@@ -119,7 +120,7 @@ def compute(request: Request) -> dict[str, Any]:
         raise ValueError(f"unknown tier {request.tier!r}; there are {', '.join(chosen)}")
     cells = []
     for name, tier in chosen.items():
-        if request.tier in ("", name):
+        if request.tier == name or (not request.tier and not tier.pilot):
             cells += work(
                 name, tier, request.out / "table2", folder=request.folder, device=request.device,
                 minutes=request.minutes, only=request.only, say=request.say,

@@ -9,7 +9,7 @@ training that was interrupted where it was.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Tier:
         jacobians: At how many the Jacobian's norm is measured.
         preset: A name in ``PRESETS``.
         also: Further radii for PGD.
+        pilot: Whether it is done only when it is asked for.
         doubts: Whether the first seed's final network is looked at for doubts, and other radii.
         tried: Labels that are there to choose among by images held out: they are not attacked.
     """
@@ -59,6 +60,7 @@ class Tier:
     also: tuple[float, ...] = ()
     doubts: bool = True
     tried: tuple[str, ...] = ()
+    pilot: bool = False
 
     def cells(self) -> Iterator[tuple[str, int]]:
         """Arms and seeds; a first seed of every arm before any second one."""
@@ -106,8 +108,10 @@ def work(
     end = time.monotonic() + 60 * minutes if minutes is not None else None
     data: Data | None = None
     for label, seed in tier.cells():
-        done = {(r["tier"], r["label"], r["seed"]) for r in read(path)}
-        if (name, label, seed) in done or (only and label not in only):
+        before = latest(read(path)).get((name, label, seed))
+        attacked = label not in tier.tried
+        done = before is not None and not (attacked and "pgd" not in before["final"])
+        if done or (only and label not in only):
             continue
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
@@ -122,12 +126,16 @@ def work(
             continue
         # All cells share what is compiled for the first: steps, checks, attacks.
         with claim, torch._dynamo.config.patch(recompile_limit=64):
-            attacked = label not in tier.tried
             record = cell(tier, chosen, data, where, device, left, say, attacked)
             if record is None:
                 break
             append(path, {"tier": name, "label": label, "seed": seed, **record})
-    return [r for r in read(path) if r["tier"] == name]
+    return [r for r in latest(read(path)).values() if r["tier"] == name]
+
+
+def latest(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Of every cell its last record: what was only tried at first may be attacked later."""
+    return {(r["tier"], r["label"], r["seed"]): r for r in records}
 
 
 class Stages:
