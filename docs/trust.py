@@ -214,7 +214,8 @@ Each is counted or refused now, and is a test that failed before (`tests/test_at
 - `audit` wrote to the caller's inputs where the network does, and ended in tracebacks for arguments a rule did not know.
 
 The rule behind it now: a rule answers for the activations it has looked at; any other among its arguments makes the
-result unbounded, and so does an error inside a rule.
+result unbounded, and so does an error inside a rule. The grammar of random networks has such operations too, from seed
+10,000,000 on.
 """
 
 

@@ -19,6 +19,7 @@ from lipbound.experiments.network_checks import check_networks, jacobians, searc
 from lipbound.experiments.oracles import Symbols, operator_norms
 from lipbound.experiments.planted import FAULTS, planted, seen_after
 from lipbound.experiments.random_layers import FAMILIES, random_stack, structured
+from lipbound.experiments.random_networks import MIXED
 from lipbound.experiments.tally import Tally
 from lipbound.experiments.worst_cases import search_kernels
 from lipbound.rules import RULES
@@ -115,8 +116,9 @@ def test_worst_kernels_stay_below_their_bounds():
 
 
 def test_no_random_network_exceeds_its_audit():
-    tally = check_networks(range(1, 5))
+    tally = check_networks([1, 2, 3, 4, MIXED + 4, MIXED + 11, MIXED + 27])
     assert tally.violations == []
+    assert tally.counts["modules"]["Mixed"] >= 3
     assert tally.counts["outcomes"]["bounded"] >= 3
     assert tally.claims["network"]["margin"] > 0
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 MOST = 160  # entries of a value inside a network
+MIXED = 10_000_000  # from this seed on the grammar has Mixed; networks of earlier seeds stay
 EFFORT = 50  # every so many networks is one for the audit's effort='high'
 Shape = tuple[int, ...]
 
@@ -92,12 +93,45 @@ class Shuffle(nn.Module):
         return x[..., 1:] if self.kind == "slice" else x.flip(-1)
 
 
+class Mixed(nn.Module):
+    """Products from either side, entries spread by broadcasting, arguments that are activations."""
+
+    KINDS = ("left", "right", "both", "spread", "limit", "bias", "twice")
+    left: Tensor
+    right: Tensor
+    limit: Tensor
+
+    def __init__(self, kind: str, shape: Shape, generator: torch.Generator):
+        super().__init__()
+        self.kind = kind
+        height, width = shape[-2:]
+        for name, size in (("left", height), ("right", width)):
+            self.register_buffer(name, torch.randn(size, size, generator=generator))
+        self.register_buffer("limit", torch.randn(1, *shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "left":
+            return self.left @ x
+        if self.kind == "right":
+            return x @ self.right
+        if self.kind == "both":
+            return self.left @ x - x @ self.right
+        if self.kind == "spread":
+            return x + x.mean()
+        if self.kind == "limit":
+            return torch.clamp(x.mean(1, keepdim=True), max=self.limit)
+        if self.kind == "bias":  # to be refused
+            return functional.linear(x, self.right, x.flatten()[: len(self.right)])
+        return torch.stack([x, x.flip(-1), x]).sum(0)
+
+
 class Grammar:
     """Draws modules that take a value of a given shape ``(channels, *spatial)``."""
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
         self.dims = int(self.rng.choice([1, 2, 2, 2, 3]))
+        self.mixes = seed >= MIXED
 
     def pick(self, options: Sequence[Any]) -> Any:
         return options[int(self.rng.integers(len(options)))]
@@ -149,9 +183,15 @@ class Grammar:
     def part(self, shape: Shape, depth: int) -> nn.Module:
         kinds = [self.conv, self.conv, self.norm, self.activation, self.activation, self.pool,
                  self.resize, self.pad, self.transposed, self.small]  # fmt: skip
+        if self.mixes:
+            kinds += [self.mixed, self.mixed]
         if depth and self.rng.random() < 0.35:
             return self.composite(shape, depth - 1)
         return self.pick(kinds)(shape)
+
+    def mixed(self, shape: Shape) -> nn.Module:
+        draw = torch.Generator().manual_seed(int(self.rng.integers(1 << 30)))
+        return Mixed(self.pick(Mixed.KINDS), shape, draw)
 
     def composite(self, shape: Shape, depth: int) -> nn.Module:
         kind = self.pick(["residual", "residual", "shortcut", "concat", "larger", "reuse", "gate"])
