@@ -132,6 +132,8 @@ def find_chain(output: Value) -> Chain | None:
     if last is None or last.conv.dims != 0:
         return None
     value, head = last.anchor, last.conv.kernel
+    if len(value.shape) != 2 or last.slack:
+        return None
     pooled = value
     while value.origin is not None and value.origin.call.op in PASSES:
         if not _keeps_channels(value.origin):
@@ -163,6 +165,8 @@ def _keeps_channels(step: Step) -> bool:
     As many numbers as channels are not the channels: the weights must meet their own columns.
     """
     before = step.inputs()[0].shape
+    if len(before) < 2 or before[0] != 1:  # without a batch axis
+        return False
     if step.call.op == "aten.mean":
         axes = {int(d) % len(before) for d in step.arguments.get("dim") or ()}
         return axes == set(range(2, len(before)))
@@ -207,6 +211,8 @@ def _polynomial(linear: Linear) -> Laurent | None:
     conv = linear.conv
     if conv.padding_mode != "zeros" or conv.transposed or conv.groups != 1 or conv.dims == 0:
         return None
+    if len(linear.anchor.shape) != conv.dims + 2 or linear.anchor.shape[0] != 1 or linear.slack:
+        return None  # without a batch axis the second one is not the channels
     if any(a != 1 for a in conv.dilation):
         return None
     return _split(Laurent(conv.kernel, tuple(-p for p, _ in conv.padding)), conv.stride)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
@@ -224,11 +225,11 @@ def convolution(
 
 
 def own_forward(layer: object) -> bool:
-    """Whether a convolution or Linear layer computes by a forward of its own, not PyTorch's.
+    """Whether a convolution, Linear or BatchNorm computes by a forward of its own, not PyTorch's.
 
     Then its weight need not be its kernel: weights may be standardized or masked on the way.
     """
-    if not isinstance(layer, _ConvNd | nn.Linear):
+    if not isinstance(layer, _ConvNd | nn.Linear | _BatchNorm):
         return False
     if "forward" in vars(layer):
         return True

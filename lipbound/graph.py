@@ -45,6 +45,7 @@ class Call:
         schema: Of the operation.
         overload: Which of its overloads.
         floating: Whether the result is a floating-point tensor.
+        integers: Whether it is one of integers or truth values, no part of the map.
         results: How many tensors it gives.
     """
 
@@ -58,6 +59,7 @@ class Call:
     schema: Any = None
     overload: str = "default"
     floating: bool = True
+    integers: bool = False
     results: int = 1
 
     def arguments(self) -> dict[str, Any]:
@@ -131,7 +133,13 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                     known[node.name] = node.meta.get("val")
             elif node.op == "output":
                 # An input that is written to comes back too, without being an output.
-                pairs = zip(signature.output_specs, node.args[0], strict=True)
+                pairs = [*zip(signature.output_specs, node.args[0], strict=True)]
+                for spec, _ in pairs:
+                    if spec.kind is OutputKind.BUFFER_MUTATION:
+                        raise NotCaptured(
+                            f"{type(model).__name__} changes its buffer {spec.target!r} when it "
+                            f"runs: it is not one map; let it do that in training mode only"
+                        )
                 mine = [arg for spec, arg in pairs if spec.kind is OutputKind.USER_OUTPUT]
                 found = [r.name for r in _references(_resolve(mine, known))]
                 outputs = [name for name in found if name not in integers]
@@ -141,7 +149,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                 call = _call(node, known)
                 if call.references():
                     calls.append(call)
-                    integers |= set() if call.floating else {call.name}
+                    integers |= {call.name} if call.integers else set()
                 elif _random(node.target, call):
                     raise NotCaptured(
                         f"{type(model).__name__} draws random numbers ({call.op}, {call.source}): "
@@ -163,6 +171,7 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
     files = [line for line in trace if line.startswith("File ") and "/torch/nn/" not in line]
     packet = getattr(target, "overloadpacket", target)
     op = "getitem" if target is operator.getitem else str(packet)
+    floating = not isinstance(value, Tensor) or value.is_floating_point()
     return Call(
         name=node.name,
         op=op,
@@ -172,7 +181,8 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
         module=paths[-1].removeprefix("L['self'].") if paths else "",
         source=_short(files[-1]) if files else "",
         schema=getattr(target, "_schema", None),
-        floating=not isinstance(value, Tensor) or value.is_floating_point(),
+        floating=floating,
+        integers=isinstance(value, Tensor) and not (floating or value.is_complex()),
         results=len(value) if isinstance(value, list | tuple) else 1,
         overload=getattr(target, "_overloadname", "default") or "default",
     )
@@ -182,7 +192,8 @@ def _random(target: Any, call: Call) -> bool:
     """Whether an operation draws; dropout and its like do not where they are told so."""
     given = call.arguments()
     switch = next((given[name] for name in ("train", "training") if name in given), True)
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and bool(switch)
+    drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return drawn and switch is not False
 
 
 def _resolve(argument: Any, known: dict[str, Any]) -> Any:

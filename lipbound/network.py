@@ -244,6 +244,8 @@ def layer_reports(
         found = {name: layer_bracket(layer, options) for name, layer in items}
     reports = []
     for name, layer in named.items():
+        if own_forward(layer):
+            continue
         if isinstance(layer, _BatchNorm) and layer.running_var is not None:
             reports.append(LayerReport(name, layer, _norm_bracket(layer), None))
         elif name in found:

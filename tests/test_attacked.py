@@ -35,6 +35,40 @@ class Centre(nn.Module):
         return x + self.centre
 
 
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        self.scale.mul_(2)
+        return x * self.scale
+
+
+class Unbatched(nn.Module):
+    """A chain of residual blocks whose second axis is not the channels."""
+
+    def __init__(self, positions: int):
+        super().__init__()
+        self.first, self.one, self.two = (nn.Conv1d(n, 4, 1, bias=False) for n in (2, 4, 4))
+        self.head = nn.Linear(positions, 3, bias=False)
+        with torch.no_grad():
+            self.first.weight[0] *= 1e-3
+            self.first.weight[1:] *= 10
+            self.one.weight *= 1e-3
+            self.two.weight *= 1e-3
+            self.head.weight[:, 1:] *= 1e-3
+
+    def forward(self, x):
+        y = functional.relu(self.first(x[0]))
+        return self.head(functional.relu(self.two(functional.relu(self.one(y))) + y))
+
+
+class Tenfold(nn.BatchNorm2d):
+    def forward(self, x):
+        return 10 * super().forward(x)
+
+
 class Standardized(nn.Conv2d):
     def forward(self, x):
         weight = self.weight / self.weight.std((1, 2, 3), keepdim=True)
@@ -56,6 +90,7 @@ LOW = torch.full((1, 50), -9.0)
 COUNTS = torch.tensor([1, 9])
 SQUARE = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 LINEAR = nn.Linear(3, 3)
+SPREAD = torch.randn(1, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 STEEP = nn.PReLU(init=math.nan)
 
 # Every one of these was bounded too low once, or ended in a traceback.
@@ -102,10 +137,33 @@ ATTACKS: dict[str, tuple] = {
     "NaN slopes": (STEEP, (3,)),
     "a number read back": (Run(lambda x: x / x.norm().item()), (3,)),
     "several results": (Run(lambda x: torch.native_layer_norm(x, (3,), None, None, 1e-5)[0]), (3,)),
+
+
+    "bias of a constant's LayerNorm": (
+        Run(lambda x: functional.layer_norm(torch.ones(1, 1), (1,), None, x[0])), (1,),
+    ),
+    "bias of a constant's InstanceNorm": (
+        Run(lambda x: functional.instance_norm(
+            SPREAD, None, None, None, x[0], True, 0.1, 10.0)), (3,),
+    ),
+    "mean of LayerNorm": (
+        Run(lambda x: torch.native_layer_norm(x, (1,), None, None, 1e-5)[1]), (1,),
+    ),
+    "buffer that changes": (Changing(), (3,)),
+    "complex output": (Run(lambda x: (x, 100 * torch.fft.fft(x))), (3,)),
+    "dropout of None": (Run(lambda x: torch.native_dropout(x, 0.5, None)[0]), (5,)),
+    "division by zero": (Run(lambda x: x / torch.tensor([1.0, 0.0, 2.0])), (3,)),
 }  # fmt: skip
-
-
-REFUSED = ("softsign rounded", "drawn", "other bits", "a number read back")
+REFUSED = (
+    "buffer that changes",
+    "complex output",
+    "dropout of None",
+    "division by zero",
+    "softsign rounded",
+    "drawn",
+    "other bits",
+    "a number read back",
+)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -129,6 +187,38 @@ def test_matrices_that_cancel_leave_their_rounding_to_batchnorm():
     after.weight.data.fill_(1e10)
     model = Run(lambda x: after(torch.sub(x, layer(x), alpha=1 / 3)), layer=layer, after=after)
     assert audit(model, (1, 2, 2), search=0).upper >= 5.5e-7
+
+    twice = Run(lambda x: 2 * (model(x) + model(x)), model=model)
+    assert audit(twice, (1, 2, 2), search=0).upper >= 2.2e-6
+    both = Run(lambda x: (lambda y: y + y)(model(x)), model=model)
+    assert audit(both, (1, 2, 2), search=0).upper >= 1.1e-6
+
+
+@pytest.mark.parametrize("positions", [4, 5])
+def test_chains_without_a_batch_axis(positions):
+    torch.manual_seed(0)
+    model = Unbatched(positions)
+    found = audit(model, (2, positions), effort="high")
+    assert found.lower <= found.upper
+    flat = Run(
+        lambda x: LINEAR(functional.relu(x).mean((2, 3)).squeeze().view(1, -1)), layer=LINEAR
+    )
+    assert audit(flat, (3, 5, 5), effort="high").upper < math.inf
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b.running_var.fill_(math.nan),
+        lambda b: b.running_var.fill_(-1.0),
+        lambda b: b.weight.data.fill_(math.inf),
+    ],
+)
+def test_a_diverged_batchnorm_ends(change):
+    norm = nn.BatchNorm2d(2)
+    change(norm)
+    found = audit(nn.Sequential(nn.Conv2d(2, 2, 3), norm), (2, 6, 6), search=0)
+    assert (found.upper, "finite gains" in found.reason) == (math.inf, True)
 
 
 def test_inputs_are_not_written_to_and_count_once():
@@ -184,6 +274,11 @@ def test_layers_with_a_forward_of_their_own():
     assert "their forward is their own: 0" in found.note
     assert list(lipbound.brackets(model)) == ["2"]
     assert found.upper >= found.lower > 0
+    with pytest.raises(TypeError, match=r"0: Standardized has a forward .* or exclude it"):
+        Penalty(model)
+    assert Penalty(model, exclude="0").bounds().keys() == {"2"}
+    found = audit(nn.Sequential(Tenfold(2)), (2, 3, 3))
+    assert (found.layers, found.upper > 9) == ((), True)
     assert bracket(nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3))).certified
 
 

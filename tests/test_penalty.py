@@ -568,4 +568,6 @@ def test_squares_that_overflow_bound_nothing(engine, layout, size):
         model = nn.Sequential(nn.Conv2d(4, 4, size, groups=groups), nn.Linear(1, 1))
         with torch.no_grad():
             model[0].weight[1] *= 1e21
-        assert Penalty(model.to(memory_format=layout)).bounds() == {"0": math.inf}
+        (value,) = Penalty(model.to(memory_format=layout)).bounds().values()
+        # In plain PyTorch bounds are computed in float64, which has room.
+        assert value == math.inf if engine == "fused" else value >= bracket(model[0]).lower

@@ -167,6 +167,8 @@ def proved_eigenvalue(gram: Tensor, suggestion: Tensor, inner: int) -> Tensor:
     factor = cholesky_error(size) + 2 * UNIT
     product = gamma_complex(inner + size) * trace  # + size: the trace's own rounding
     level = suggestion.clamp_min(0.0) + product + 1e-300
+    if not bool(torch.isfinite(level).all()) or not bool(torch.isfinite(trace).all()):
+        return torch.full_like(level, math.inf)
     growth = 4 * size * UNIT
     while True:
         level = level * (1 + growth)

@@ -54,8 +54,9 @@ for _name, _value in SLOPES.items():
 
 
 @register_rule("aten.clamp", "aten.clamp_min", "aten.clamp_max")
-def _clamp(step: Step) -> float:
-    return spread(step.only(), step.shape)
+def _clamp(step: Step) -> Value:
+    value = step.only()
+    return value.times(spread(value, step.shape), step.shape)
 
 
 @register_rule("aten.gelu")
@@ -78,7 +79,7 @@ def _prelu(step: Step) -> float:
 
 @register_rule("aten.dropout", "aten.native_dropout", "aten.feature_dropout", "aten.alpha_dropout")
 def _dropout(step: Step) -> float:
-    if step["train"]:
+    if step["train"] is not False:  # native_dropout takes None for True
         raise Unbounded("dropout is active even in eval mode: pass training=self.training")
     return 1.0
 

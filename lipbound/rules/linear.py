@@ -89,6 +89,8 @@ def _batch_norm(step: Step) -> Any:
     weight = step["weight"]
     deviation = (variance.double() + step["eps"]).sqrt()
     gains = (1 if weight is None else weight.double()) / deviation
+    if not bool(torch.isfinite(gains).all()):
+        raise Unbounded("BatchNorm's statistics or weights give no finite gains")
     result = _scaled(value, gains, step) if value.linear is not None else None
     if result is None:
         result = value.times(up(float(gains.abs().max()) * (1 + 1e-15)), step.call.shape)
@@ -109,6 +111,8 @@ def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
     else:
         factor = gains.reshape(-1, 1, *tail)
     scaled = replace(conv, kernel=conv.kernel * factor)
+    if not bool(torch.isfinite(scaled.kernel).all()):
+        return None
     slack = up(slack * float(gains.abs().max()) * (1 + 1e-15)) if slack else 0.0
     return Value(value.shape, linear=Linear(value.linear.anchor, scaled, step.options, slack))
 
@@ -137,6 +141,11 @@ def sum_of_linears(
             sized = replace(conv, input_size=tuple(anchor.shape[-dims:]) if dims else ())
             size = float(mine.norm() + yours.norm())
             slack = 4 * UNIT * math.sqrt(kernel[0, 0].numel()) * size
+            for value, factor in ((one, first), (other, second)):
+                inner = value.linear.slack if value.linear is not None else 0.0
+                slack = up(slack + up(abs(factor) * inner)) if inner else slack
+            if not bool(torch.isfinite(kernel).all()):
+                return None
             return Value(step.shape, linear=Linear(anchor, sized, step.options, slack))
     return None
 

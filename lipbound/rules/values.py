@@ -107,7 +107,8 @@ class Value:
         exact = gain in (0, 1)
         product = gain * self.lipschitz if gain else 0.0
         after = self.shape if shape is None else tuple(shape)  # () is a number, to be spread
-        return Value(after, product if exact else up(product), reason=self.why)
+        why = self.why or ("" if gain < math.inf else "it multiplies with what has no finite size")
+        return Value(after, product if exact else up(product), reason=why)
 
 
 @dataclass
@@ -211,7 +212,8 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
         reason = earlier[0] if earlier else f"{error} ({call.op}{' in ' if place else ''}{place})"
         result = Value(shape, math.inf, reason=reason)
     if call.shape is None and isinstance(result, Value):
-        result = [result] * call.results
+        why = result.why or f"only the first result of {call.op} has a rule"
+        result = [result, *[Value((), math.inf, reason=why)] * (call.results - 1)]
     if isinstance(result, Value):
         result.origin = step
     return result
@@ -225,7 +227,11 @@ def _ruled(step: Step) -> Any:
         first = (str(e).strip() or type(e).__name__).splitlines()[0][:120]
         raise Unbounded(f"its rule cannot read these arguments ({first})") from e
     if isinstance(result, int | float):
-        return step.only().times(float(result), step.call.shape)
+        value = step.only()
+        others = [a for a in list(step.arguments.values())[:1] if a is not value]
+        if step.call.op.startswith("aten.") and others:
+            raise Unbounded("it has a rule for its first argument only, which is no activation")
+        return value.times(float(result), step.call.shape)
     if step.unread():
         raise Unbounded(f"no rule for a {step.unread()[0]!r} that depends on the input")
     return result
