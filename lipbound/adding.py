@@ -57,13 +57,7 @@ class Adder:
                 return self._differentiated(number)
 
             value, parts = work() if self._graph is None else self._graph(work)
-            grads: list[Tensor] = []
-            for leaf, part in zip(self._leaves, parts, strict=True):
-                if part is not None:
-                    leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    grads.append(leaf.grad)
-            if grads:
-                torch._foreach_add_(grads, [part for part in parts if part is not None])
+            _add(self._leaves, parts)
             return value.clone()
 
     def _look(self, repeats: bool, depends: Sequence[object], state: Sequence[Tensor]) -> None:
@@ -127,6 +121,15 @@ def add_autograd_(model: nn.Module, outputs: Sequence[Tensor], gradients: Sequen
     """
     leaves = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
-    for leaf, part in zip(leaves, found, strict=True):
+    _add(leaves, found)
+
+
+def _add(leaves: Sequence[Tensor], parts: Sequence[Tensor | None]) -> None:
+    """To the leaves' ``.grad``, zeros where there is none yet."""
+    grads: list[Tensor] = []
+    for leaf, part in zip(leaves, parts, strict=True):
         if part is not None:
-            leaf.grad = part if leaf.grad is None else leaf.grad.add_(part)
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            grads.append(leaf.grad)
+    if grads:
+        torch._foreach_add_(grads, [part for part in parts if part is not None])

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from lipbound.bounds import BOUNDS, bound, bracket
 from lipbound.follow import Climb
-from lipbound.geometry import check_kernel, convolution, named, refuse_own_forward
+from lipbound.geometry import check_kernel, convolution, named
 from lipbound.kernels.plain import working
 from lipbound.symbol import taps
 
@@ -183,7 +183,6 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
                 f"the weight of {name or type(layer).__name__} is parametrized already"
             )
     for name, layer in found.items():
-        refuse_own_forward(layer)
         named(name, layer)  # or refuse all before the first is changed
     for layer in found.values():
         constraint = Constrained(layer, norm, method, rtol)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.geometry import named, refuse_own_forward
+from lipbound.geometry import named
 from lipbound.rows import Lags, lags
 
 Exclude = str | type | Callable[[str, nn.Module], bool]
@@ -128,10 +128,6 @@ def factors(
 def _row_factor(
     name: str, layer: nn.Module, method: str, samples: int | None, norm: _BatchNorm | None
 ) -> Factor:
-    try:
-        refuse_own_forward(layer)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}, or exclude it" if name else str(error)) from None
     conv = named(name, layer)
     sizes = tuple(conv.kernel.shape[2:])
     if method == "polygrid":

@@ -158,7 +158,8 @@ def convolution(
             size to what holds for this one.
 
     Raises:
-        TypeError: If it is no convolution, or its weights are no real floating-point tensor.
+        TypeError: If it is no convolution, or one with a forward of its own, or its weights are no
+            real floating-point tensor.
         ValueError: If the kernel or an option makes no sense.
 
     Example:
@@ -184,6 +185,11 @@ def convolution(
     if isinstance(layer, Convolution):
         conv = layer
         return conv if input_shape is None else _with_input_shape(conv, input_shape)
+    if not torch.compiler.is_compiling() and own_forward(layer):
+        raise TypeError(
+            f"{type(layer).__name__} has a forward of its own, which need not use its weight as it "
+            f"is; pass the weight with its geometry if it does; else audit it, or exclude it"
+        )
     if isinstance(layer, _ConvNd):
         given = {name: getattr(layer, name) for name in options}
         kernel = layer.weight
@@ -236,15 +242,6 @@ def own_forward(layer: object) -> bool:
     names = [name for name in ("forward", "_conv_forward") if hasattr(type(layer), name)]
     makers = [next(c for c in type(layer).__mro__ if name in vars(c)) for name in names]
     return any(not maker.__module__.startswith("torch.nn.") for maker in makers)
-
-
-def refuse_own_forward(layer: object) -> None:
-    """Raise where a layer's weight need not be its kernel."""
-    if not torch.compiler.is_compiling() and own_forward(layer):
-        raise TypeError(
-            f"{type(layer).__name__} has a forward of its own, which need not use its weight as it "
-            f"is; pass the weight with its geometry if it does, or audit the network"
-        )
 
 
 def named(name: str, layer: Layer, **geometry: Any) -> Convolution:

@@ -265,7 +265,11 @@ def test_penalties_know_no_autocast_and_no_reduced_products():
 
 def test_layers_with_a_forward_of_their_own():
     layer = Standardized(3, 4, 3, padding=1, bias=False)
-    for call in (bracket, lipbound.bound, constrain):
+    everything = (
+        bracket, lipbound.bound, constrain, lipbound.lipschitz, lipbound.estimate,
+        lambda layer: lipbound.brackets({"a": layer}), lambda layer: lipbound.exact(layer, (6, 6)),
+    )  # fmt: skip
+    for call in everything:
         with pytest.raises(TypeError, match="Standardized has a forward of its own"):
             call(layer)
     model = nn.Sequential(layer, nn.ReLU(), nn.Conv2d(4, 2, 3))

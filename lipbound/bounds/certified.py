@@ -18,14 +18,7 @@ from lipbound.bounds.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.finite import attained, embedding, grid_maximum
 from lipbound.bounds.rounding import UNIT, Scaled, double
 from lipbound.bounds.search import Search
-from lipbound.geometry import (
-    Convolution,
-    Layer,
-    convolution,
-    named,
-    own_forward,
-    refuse_own_forward,
-)
+from lipbound.geometry import Convolution, Layer, convolution, named, own_forward
 from lipbound.memory import in_pieces, piece
 from lipbound.progress import Progress, silent
 from lipbound.symbol import evaluate, taps
@@ -186,7 +179,6 @@ def bracket(
         (True, True)
     """
     _check_rtol(rtol)
-    refuse_own_forward(layer)
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
 
     def run() -> Bracket:

@@ -30,7 +30,7 @@ def _move(step: Step) -> float:
 def _copy(step: Step) -> Value:
     """What was there before is gone; what comes may be spread by broadcasting."""
     source = step["src"]
-    step["self"]
+    step.read.add("self")
     if not isinstance(source, Value):
         return Value(step.shape, 0.0)
     return source.times(spread(source, step.shape), step.shape)
