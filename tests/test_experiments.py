@@ -112,6 +112,26 @@ def test_what_is_only_tried_is_not_attacked(tmp_path):
     assert ["pgd" in cell["final"] for cell in attacked] == [True, True]
 
 
+def test_attacks_that_are_over_are_not_done_again(monkeypatch, tmp_path):
+    done = []
+
+    def assess(network, *given, **options):
+        if len(done) == 1 and not again:
+            raise KeyboardInterrupt
+        done.append(network.path.stem)
+        return real(network, *given, **options)
+
+    real, again = trainings.assess, False
+    monkeypatch.setattr(trainings, "assess", assess)
+    with pytest.raises(KeyboardInterrupt):
+        work("tiny", TINY, tmp_path, device="cpu", only=("at",))
+    again = True
+    (cell,) = work("tiny", TINY, tmp_path, device="cpu", only=("at",))
+    assert done == ["best", "final"]
+    assert all("pgd" in cell[kind] for kind in ("best", "final"))
+    assert cell["training_seconds"] > 0
+
+
 @pytest.mark.parametrize("reason", ["time limit", "interrupted"])
 def test_a_training_that_was_stopped_is_no_cell(monkeypatch, tmp_path, reason):
     monkeypatch.setattr(trainings, "train", lambda *given, **options: {"stopped": reason})

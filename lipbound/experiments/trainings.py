@@ -2,19 +2,23 @@
 
 A *tier* is a plan of such trainings: one kind of network on one kind of data, small enough for the
 time there is, and always named by what it is. A cell of it is one arm with one seed. Its record is
-appended when the cell is done; the next call goes on with those that are missing, and with a
-training that was interrupted where it was.
+appended when the cell is done; the next call goes on with those that are missing, and with one that
+was interrupted where it was: its training by its checkpoint, its attacks by those that are over.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import lipbound.experiments.packed  # noqa: F401  adds its data sets
 from lipbound.records import append, provenance, read
@@ -24,6 +28,7 @@ from lipbound.robust.folder import lock
 from lipbound.robust.plan import Plan
 from lipbound.robust.settings import Settings, as_dict, settings
 from lipbound.robust.train import train
+from lipbound.robust.trained import Trained
 
 Say = Callable[[str], None]
 
@@ -177,7 +182,6 @@ def cell(
         if summary["stopped"] != "time limit":
             raise KeyboardInterrupt
         return None
-    trained = time.perf_counter() - start
     images = data.test.load(torch.arange(min(tier.images, len(data.test))))
     few = (images[0][: tier.autoattack], images[1][: tier.autoattack])
     plan = tier.plan if attacked else replace(tier.plan, attacks=())
@@ -185,35 +189,50 @@ def cell(
     for network in networks(where):
         kind = network.path.stem
         say(f"{kind}:")
-        options: dict[str, Any] = {"jacobians": tier.jacobians, "certify": True}
-        look = attacked and tier.doubts and chosen.seed == 0 and kind == "final"
-        options["curves"] = options["doubts"] = look
-        found[kind] = assess(
-            network, None, images, plan, torch.device(device), progress=say, **options
+        look = partial(_looked_at, network, where / "assessed.jsonl", torch.device(device), say)
+        closer = attacked and tier.doubts and chosen.seed == 0 and kind == "final"
+        found[kind] = look(
+            images, plan, jacobians=tier.jacobians, certify=True, curves=closer, doubts=closer
         )
         if not attacked:
             continue
         found[kind]["also"] = {
-            f"{radius:g}": assess(
-                network, None, images, replace(plan, attacks=("pgd",), radius=radius),
-                torch.device(device), curves=False, doubts=False,
-            )["pgd"]
+            f"{radius:g}": look(images, replace(plan, attacks=("pgd",), radius=radius))["pgd"]
             for radius in tier.also
-        }  # fmt: skip
+        }
         if tier.autoattack and kind == "final":
             say("autoattack")
-            last = replace(plan, attacks=("autoattack",))
-            whole = assess(network, None, few, last, torch.device(device), doubts=False)
-            found[kind]["autoattack"] = whole["autoattack"]
+            found[kind]["autoattack"] = look(few, replace(plan, attacks=("autoattack",)))[
+                "autoattack"
+            ]
     kept = ("epoch", "held_out_accuracy", "held_out_pgd_accuracy", "train_accuracy", "loss")
-    epochs = [{k: r[k] for k in kept} for r in read(where / "records.jsonl")]
+    steps = read(where / "records.jsonl")
+    epochs = [{k: r[k] for k in kept} for r in steps]
     return {
         "settings": as_dict(chosen),
         "training": summary,
         "epochs": epochs,
         **found,
-        "training_seconds": round(trained, 1),
+        "training_seconds": round(steps[-1]["seconds"], 1),
         "stages": stages.seconds(),
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(device, chosen.seed),
     }
+
+
+def _looked_at(
+    network: Trained, path: Path, device: torch.device, say: Say, images: tuple[Tensor, Tensor],
+    plan: Plan, *, curves: bool = False, doubts: bool = False, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What :func:`assess` says; from ``path`` if it has said so before of the same file."""
+    file = hashlib.sha256(network.path.read_bytes()).hexdigest()
+    asked = [network.path.name, file, len(images[1]), vars(plan), curves, doubts, options]
+    asked = json.loads(json.dumps(asked))  # as it is read again
+    for record in read(path):
+        if record["asked"] == asked:
+            return record["found"]
+    found = assess(
+        network, None, images, plan, device, curves=curves, doubts=doubts, progress=say, **options
+    )
+    append(path, {"asked": asked, "found": found})
+    return found
