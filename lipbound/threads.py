@@ -1,12 +1,15 @@
-"""How many threads numpy's and scipy's own BLAS may use."""
+"""How many threads numpy's and scipy's own BLAS may use, and threads of our own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from threading import Lock
 from typing import Any
+
+import torch
 
 _lock, _limits = Lock(), ExitStack()
 _holders = 0
@@ -45,3 +48,17 @@ def _controller() -> Any:
     except ImportError:
         return None
     return ThreadpoolController()
+
+
+def side_by_side(work: Callable[[slice], None], count: int, threads: int | None = None) -> None:
+    """``work`` on slices that make up ``count`` things, each in a thread; as many as torch's.
+
+    It pays where ``work`` leaves Python's lock alone, as numpy's and LAPACK's inner loops do.
+    """
+    threads = min(threads or torch.get_num_threads(), count)
+    if threads <= 1:
+        work(slice(0, count))
+        return
+    ends = [count * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, map(slice, ends[:-1], ends[1:])))

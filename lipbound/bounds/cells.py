@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -46,6 +46,17 @@ class Cells:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         picked = {name: value[chosen] for name, value in values.items() if name != "left"}
         return replace(self, left=pick(self.left, chosen.nonzero()[0]), **picked)
+
+    def joined(self, other: Self, order: Integers) -> Self:
+        """Both, in the given order of the one after the other."""
+        both: dict[str, Any] = {}
+        for field in fields(self):
+            mine, others = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, Tensor):
+                both[field.name] = pick(torch.cat([mine, others]), order)
+            else:
+                both[field.name] = np.concatenate([mine, others])[order]
+        return replace(self, **both)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from lipbound.bounds.rounding import (
 from lipbound.memory import piece
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
-CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # complex matrices handled at once
+CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # complex matrices handled at once
 MOST = 1 << 17  # matrices at once, however small: a batched solver's workspace grows with them
 # Lag entries below which cells of different blocks go through one product.
 GATHER = {"cpu": 1 << 13, "cuda": 1 << 18}

@@ -1,4 +1,4 @@
-"""Cholesky factorizations of many matrices by scipy's LAPACK, several at a time.
+"""Cholesky factorizations of many matrices by scipy's LAPACK.
 
 Called where it lies, by address: Python's lock is free meanwhile, so threads work side by side;
 nothing is copied, and the other triangle is left alone, which in ``torch.linalg.cholesky`` costs as
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 ROUTINES = {np.dtype(np.complex64): "cpotrf", np.dtype(np.complex128): "zpotrf"}
@@ -46,17 +44,8 @@ def factor(matrices: NDArray[Any]) -> NDArray[np.bool_]:
     routine, step = _routine(ROUTINES[matrices.dtype]), matrices.strides[0]
     start = matrices.ctypes.data
     found = np.empty(count, dtype=bool)
-
-    def work(first: int, stride: int) -> None:
-        order, info = ctypes.c_int(size), ctypes.c_int()
-        for place in range(first, count, stride):
-            routine(b"L", order, start + place * step, order, info)
-            found[place] = info.value == 0
-
-    threads = min(torch.get_num_threads(), count) if size >= 48 else 1
-    if threads == 1:
-        work(0, 1)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, range(threads), [threads] * threads))
+    order, info = ctypes.c_int(size), ctypes.c_int()
+    for place in range(count):
+        routine(b"L", order, start + place * step, order, info)
+        found[place] = info.value == 0
     return found

@@ -24,6 +24,7 @@ from torch import Tensor
 from lipbound.bounds.lapack import factor
 from lipbound.geometry import Convolution
 from lipbound.symbol import taps
+from lipbound.threads import side_by_side
 
 UNIT = 2.0**-53
 LAPACK_FROM = 24  # rows
@@ -65,7 +66,13 @@ def positive(matrices: Tensor) -> NDArray[np.bool_]:
     """
     if matrices.device.type != "cpu" or matrices.shape[-1] < LAPACK_FROM:
         return (torch.linalg.cholesky_ex(matrices).info == 0).cpu().numpy()
-    return factor(matrices.numpy())
+    stack, found = matrices.numpy(), np.empty(len(matrices), dtype=bool)
+
+    def work(part: slice) -> None:
+        found[part] = factor(stack[part])
+
+    side_by_side(work, len(stack), None if matrices.shape[-1] >= 48 else 1)
+    return found
 
 
 def shorter_side_first(matrices: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lipbound.bounds import triangles
 from lipbound.bounds.cells import Cells, pick
 from lipbound.bounds.eigen import bottom_eigenpairs, top_eigenpairs, uphill
 from lipbound.bounds.field import Field, Floats, Integers
@@ -44,13 +45,15 @@ from lipbound.bounds.rounding import (
     symbol_error,
 )
 from lipbound.bounds.single import UNDECIDED, YES, Single
+from lipbound.bounds.triangles import Triangles
 from lipbound.threads import one_blas_thread
 
 # Krylov spaces: from random vectors, at cells that fail, while climbing, where that fell short.
 FIRST, LOOK, FEW, MANY = 16, 8, 8, 48
 ALL = 1 << 30  # a full eigenvalue decomposition
 RETRIES = 8
-PARTS = 6  # a cell is divided into at most so many an axis
+TURNS = 1 << 22  # matrix entries from which cells are proved in two turns
+WIDE = 256  # rows from which a cell that fails costs more than several smaller ones
 
 
 @dataclass
@@ -98,6 +101,8 @@ class Search:
         )
         self.target = np.zeros(layers)
         self.single = Single(field)
+        self.triangular = triangles.suits(field)
+        self.triangles: Triangles | None = None
         self.error = self._largest(field.error)  # (layers,)
         self.factor = cholesky_error(field.rows) + 8 * UNIT
         self.moves = cap is None and math.prod(field.sizes) > 1
@@ -112,19 +117,41 @@ class Search:
             failed, value = self._without_flat(cells, failed, value)
         retries = 0
         while len(failed):
-            before = self._target()
-            self._raise(failed, value, retries)
-            if (self._target() > before * (1 + self.rtol / 4)).any():  # some may pass now
-                failed, value = self._prove(failed, value)
-                if not len(failed):
-                    break
+            failed, value = self._raise_and_retry(failed, value, retries)
+            if not len(failed):
+                break
             children = divide(failed, self._parts(failed, value))
             if children is None and retries < RETRIES:
                 children, retries = failed, retries + 1  # points: only a better lower end helps
             if children is None or len(children) > self.limit:
                 return self._give_up(failed)
-            failed, value = self._prove(children)
+            failed, value = self._prove_in_turns(children)
         return self._target()
+
+    def _prove_in_turns(self, cells: Cells) -> tuple[Cells, Floats]:
+        """As :meth:`_prove`, a few cells first where all are much work.
+
+        What they raise the lower end by, the others need not be tried for again.
+        """
+        if not self.triangular or len(cells) * self.field.rows**2 < TURNS:
+            return self._prove(cells)
+        first = np.arange(len(cells)) % 4 == 0
+        failed, value = self._prove(cells[first])
+        if len(failed):
+            failed, value = self._raise_and_retry(failed, value)
+        others, more = self._prove(cells[~first])
+        order = np.concatenate([failed.block, others.block]).argsort(kind="stable")
+        return failed.joined(others, order), np.concatenate([value, more])[order]
+
+    def _raise_and_retry(
+        self, failed: Cells, value: Floats, retries: int = 0
+    ) -> tuple[Cells, Floats]:
+        """Climb from the best cell; a higher target may let some others pass."""
+        before = self._target()
+        self._raise(failed, value, retries)
+        if (self._target() > before * (1 + self.rtol / 4)).any():
+            return self._prove(failed, value)
+        return failed, value
 
     def _without_flat(self, cells: Cells, failed: Cells, value: Floats) -> tuple[Cells, Floats]:
         """Flat layers, of which no cell has passed, need no cells, whoever shares the batch."""
@@ -139,14 +166,15 @@ class Search:
     def _parts(self, cells: Cells, value: Floats) -> Integers:
         """Into how many parts to divide: as many as would do if σ1 were the centre's all over.
 
-        A tenth smaller, since it is not; simulated on random symbols, that costs least.
+        Somewhat smaller, since it is not; found by trial on random symbols.
         """
         target = np.maximum(self._target(), 1e-300)[self.owner[cells.block]]
         ratio = np.sqrt(np.maximum(value, 0)) / target
         enough = np.arccos(np.minimum(ratio, 1 - self.rtol / 2))
         axes = sum(m > 1 for m in self.field.sizes)
-        most = PARTS if axes < 3 else 3
-        parts = np.clip(np.ceil(cells.angle / (0.9 * enough)), 2, most).astype(np.int64)
+        most, share = (8, 0.7) if self.field.rows >= WIDE and self.triangular else (6, 0.9)
+        most = most if axes < 3 else 3
+        parts = np.clip(np.ceil(cells.angle / (share * enough)), 2, most).astype(np.int64)
         return parts if (parts**axes).sum() <= self.limit else np.full_like(parts, 2)
 
     def _target(self) -> Floats:
@@ -205,7 +233,9 @@ class Search:
         chosen = at[suits]
         if not len(chosen):
             return at
-        answer = self.single.prove(block[suits], cells.frequency[chosen], limit[chosen])
+        answer = self.single.prove(
+            block[suits], cells.frequency[chosen], limit[chosen], angle[suits]
+        )
         passed[chosen] = answer == YES
         return np.sort(np.concatenate([at[~suits], chosen[answer == UNDECIDED]]))
 
@@ -220,6 +250,10 @@ class Search:
         field = self.field
         # Cholesky of I − Ĝ/t succeeding means λ1(Ĝ) ≤ t(1 + factor·tr(I − Ĝ/t)) ≤ t(1 + n·factor).
         scale = 1 / (limit[at] * (1 - field.rows * self.factor))
+        if self.triangular:
+            self.triangles = self.triangles or Triangles(field, np.float64)
+            passed[at] = self.triangles.positive(cells.block[at], cells.frequency[at], scale)
+            return
         gaps = field.gap(cells.block[at], cells.frequency[at], scale)
         passed[at] = positive(gaps)
         lost = (~passed[at]).nonzero()[0]

@@ -19,8 +19,9 @@ time. Let :math:`v = 2^{-24}` and :math:`\gamma_k = kv/(1 - kv)`, G = FF* and s 
 
 Hence λ1(sG) ≤ 1 + δ with :math:`\delta = c\,q + \gamma_{L+4}\,s\,w + 4v` and, for what
 underflows, 1e-30. s is chosen for a guessed δ; a larger one in the end proves nothing, and
-the cell is left to float64. All arithmetic is numpy's and LAPACK's, which know no reduced
-precision (torch's float32 products may be told to use one).
+the cell is left to float64, as is one that fails where δ takes much of its room. All arithmetic is
+numpy's and LAPACK's, which know no reduced precision (torch's float32 products may be told to use
+one).
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from lipbound.bounds import triangles
 from lipbound.bounds.field import Field, Floats, Integers
 from lipbound.bounds.lapack import factor
+from lipbound.bounds.triangles import Triangles, pieces
+from lipbound.threads import side_by_side
 
 UNIT32 = 2.0**-24
-ROWS = 48  # below, float64 is as fast
-SHARE = 0.4  # of a cell's gap θ² that δ may take
+SHARE, MOST = 0.4, 1.0  # of a cell's gap θ² that δ may take: to be the last word, and to be tried
 YES, NO, UNDECIDED = 1, 0, -1
-
-Singles = NDArray[np.float32]
 
 
 def _gamma(count: float) -> float:
@@ -52,34 +53,18 @@ class Single:
         self.field = field
         # What q is like for random symbols; from the first factor on, what it was.
         self.spread = np.full(field.blocks, 0.7 * field.rows**1.5)
-        self.parts: tuple[Singles, Singles] | None = None
-        self.weight = np.zeros(field.blocks)
+        self.triangles: Triangles | None = None
 
     def suits(self, block: Integers, angle: Floats, limit: Floats) -> NDArray[np.bool_]:
         """Which cells leave room enough: ``(P,)``."""
-        field = self.field
-        if field.device.type != "cpu" or not field.keeps_lags or field.rows < ROWS:
+        if not triangles.suits(self.field):  # below, float64 is as fast
             return np.zeros(len(block), dtype=bool)
-        if self.parts is None:
-            self._convert()
-        guess = self._delta(self.spread[block], self.weight[block] / limit)
-        return guess <= SHARE * np.square(angle)
+        self.triangles = self.triangles or Triangles(self.field, np.float32)
+        return self._guess(block, limit) <= MOST * np.square(angle)
 
-    def _convert(self) -> None:
-        """Lags to float32, without the entries below the diagonal, which no factor reads."""
-        field, size = self.field, self.field.rows
-        upper = np.triu(np.ones((size, size))).reshape(-1)
-        weights = np.zeros((field.blocks, size * size))
-        parts = []
-        for lags in (field.even, field.odd):
-            count = 0 if lags is None else lags.shape[1]
-            parts.append(np.empty((field.blocks, count, size * size), dtype=np.float32))
-            for b, lag in np.ndindex(field.blocks, count):  # one at a time, to spare memory
-                matrix = lags[b, lag].numpy()  # type: ignore[index]
-                weights[b] += np.abs(matrix)
-                parts[-1][b, lag] = matrix * upper
-        self.weight = weights.reshape(-1, size, size).sum(-1).max(-1) * 1.001
-        self.parts = (parts[0], parts[1])
+    def _guess(self, block: Integers, limit: Floats) -> Floats:
+        assert self.triangles is not None
+        return self._delta(self.spread[block], self.triangles.weight[block] / limit)
 
     def _delta(self, spread: Floats, weight: Floats) -> Floats:
         """δ for q = ``spread`` and s·w = ``weight``."""
@@ -87,51 +72,48 @@ class Single:
         factor = math.sqrt(2) * 2 * UNIT32 / (1 - 2 * (size + 2) * UNIT32)
         return factor * spread + _gamma(lags + 4) * weight + 4 * UNIT32 + 1e-30
 
-    def prove(self, block: Integers, frequency: Floats, limit: Floats) -> Integers:
-        """Whether λ1(FF*) ≤ limit at each frequency: YES, or NO, or UNDECIDED."""
+    def prove(self, block: Integers, frequency: Floats, limit: Floats, angle: Floats) -> Integers:
+        """Whether λ1(FF*) ≤ limit at each cell's centre: YES, or NO, or UNDECIDED."""
         answer = np.empty(len(block), dtype=np.int64)
         for part in self.field.chunks(len(block), entry=8):
-            answer[part] = self._prove(block[part], frequency[part], limit[part])
+            answer[part] = self._prove(block[part], frequency[part], limit[part], angle[part])
         return answer
 
-    def _prove(self, block: Integers, frequency: Floats, limit: Floats) -> Integers:
+    def _prove(self, block: Integers, frequency: Floats, limit: Floats, angle: Floats) -> Integers:
+        lags = self.triangles
+        assert lags is not None
         # The guess is made a little larger, so that s·w, which grows with it, stays within.
-        guess = self._delta(self.spread[block], self.weight[block] / limit) * 1.01
+        guess = self._guess(block, limit) * 1.01
         scale = (1 + guess) / limit * (1 + 1e-14)
-        gaps = self._gaps(block, frequency, scale)
-        found = factor(gaps)
-        spread = np.where(found, _spread(gaps), 0.0)
+        found, spread = np.empty(len(block), dtype=bool), np.empty(len(block))
+
+        def work(part: slice) -> None:
+            gaps = lags.gaps(block[part], frequency[part], scale[part])
+            found[part] = factor(gaps)
+            spread[part] = np.where(found[part], _spread(gaps), 0.0)
+
+        side_by_side(work, len(block))
         for b in np.unique(block):
             largest = spread[block == b].max()
             if largest:
                 self.spread[b] = 1.05 * largest
-        enough = self._delta(spread, scale * self.weight[block]) <= guess
-        return np.where(found, np.where(enough, YES, UNDECIDED), NO)
-
-    def _gaps(self, block: Integers, frequency: Floats, scale: Floats) -> NDArray[np.complex64]:
-        """I − scale·FF*, the diagonal and above: ``(P, n, n)``."""
-        assert self.parts is not None
-        size, waves = self.field.rows, self.field.lag_waves(frequency, -scale).astype(np.float32)
-        count = len(self.field.lags)
-        gaps = np.empty((len(block), size, size), dtype=np.complex64)
-        for first, last in self.field.runs(block):
-            b = int(block[first])
-            for target, factors, lags in (
-                (gaps.real, waves[first:last, :count], self.parts[0][b]),
-                (gaps.imag, waves[first:last, count:], self.parts[1][b]),
-            ):
-                target[first:last] = (factors @ lags).reshape(-1, size, size)
-        gaps.reshape(len(block), -1)[:, :: size + 1] += np.float32(1)
-        return gaps
+        enough = self._delta(spread, scale * lags.weight[block]) <= guess
+        refused = np.where(guess <= SHARE * np.square(angle), NO, UNDECIDED)
+        return np.where(found, np.where(enough, YES, UNDECIDED), refused)
 
 
 def _spread(factors: NDArray[np.complex64]) -> Floats:
-    """The bound on q for transposed factors, zeros below the diagonal: ``(P,)``."""
-    size = factors.shape[-1]
-    rows = np.abs(factors)
-    rows *= np.sqrt(np.arange(3, size + 3, dtype=np.float32))
-    ones = np.ones((len(rows), size, 1), dtype=np.float32)
-    once = rows.swapaxes(1, 2) @ (rows @ ones)
-    twice = rows.swapaxes(1, 2) @ (rows @ once)
-    ratio = twice / np.maximum(once, np.float32(1e-30))
+    """The bound on q for transposed factors: ``(P,)``."""
+    count, size, _ = factors.shape
+    weights = np.sqrt(np.arange(3, size + 3, dtype=np.float32))[:, None]
+    bands = [(first, np.abs(band)) for (first, _), band in pieces(factors)]
+    vector = np.ones((count, size, 1), dtype=np.float32)
+    before = vector
+    for _ in range(2):
+        before, vector = vector, np.zeros_like(vector)
+        for first, rows in bands:
+            image = rows @ (weights[first:] * before[:, first:])
+            vector[:, first:] += rows.swapaxes(1, 2) @ image
+        vector *= weights
+    ratio = vector / np.maximum(before, np.float32(1e-30))
     return ratio.max((1, 2)).astype(np.float64) * (1 + 8 * (size + 8) * UNIT32)
