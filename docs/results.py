@@ -84,15 +84,16 @@ def speed() -> str:
 certified, beside Gram iteration (float32, five products, a 10×10 grid, no certificate) on the same
 weights in the same run. A ratio above 1 means the certificate is the
 quicker of the two. Operations are the tensor operations one call dispatches, about the kernels a
-GPU launches; rows without that number are of earlier code, which needed more of them. With
-`--clock process` seconds are CPU seconds, for a machine that others use too.
+GPU launches. With `--clock process` seconds are CPU seconds, for a machine that others use too.
 
 {table(header, rows)}
 
 On a CPU trained weights are quick: their symbols have peaks, and a few large cells rule out most
-of the torus. Freshly initialised wide layers are slow: their symbols are flat to a few per cent,
-so the proof consists of Cholesky factorizations on a fine cover. On the GPU Gram iteration wins:
-a search is many small steps that wait for each other, and most of its time goes to launching them.
+of the torus. Freshly initialised wide layers are the hard case: their symbols are flat to a few per
+cent, so the proof consists of Cholesky factorizations on a fine cover, and those are slower, operation
+for operation, than the matrix products Gram iteration consists of. On the GPU Gram iteration wins: a search is many
+small steps that wait for each other, and most of its time goes to launching them (what is left is
+in the last column, with nothing else on the GPU).
 """
 
 

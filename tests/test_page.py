@@ -51,14 +51,14 @@ def test_refusals_are_on_the_page():
 
 
 def test_many_layers_stay_small():
-    weights = {f"layer{i}": (1 + i) * torch.ones(1, 1, 3, 3) for i in range(10_000)}
+    weights = {f"layer{i}": (1 + i) * torch.ones(1, 1, 3, 3) for i in range(3_000)}
     found = audit_weights(weights, method="frobenius")
     text = page(found, "many")
     assert len(text.encode()) < 2_000_000
     assert text.count("data:image/png") == 64
-    assert ">layer9999</td>" in text
-    assert ">layer8999</td>" not in text
-    assert "9000 more" in text
+    assert ">layer2999</td>" in text
+    assert ">layer1999</td>" not in text
+    assert "2000 more" in text
 
 
 @pytest.mark.parametrize(

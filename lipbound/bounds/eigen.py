@@ -76,19 +76,19 @@ def bottom_eigenpairs(
     basis = torch.cat(columns, -1)  # (P, n, steps)
     both = basis.mH @ torch.cat([basis, turned @ basis], -1)
     overlap, action = np.split(both.cpu().numpy(), 2, axis=-1)
-    values, chosen = _greatest(overlap, action)
+    values, chosen = greatest(overlap, action)
     vectors = (basis @ torch.from_numpy(chosen).to(gaps.device)[..., None])[..., 0]
     return (1 - values) / 2, vectors
 
 
-def _greatest(
-    overlap: NDArray[np.complex128], action: NDArray[np.complex128]
+def greatest(
+    overlap: NDArray[np.complex128], action: NDArray[np.complex128], rounding: float = 1e-11
 ) -> tuple[NDArray[np.float64], NDArray[np.complex128]]:
     """The greatest x with action·c = x·overlap·c, and c, where the overlap may be singular."""
     size = np.sqrt(np.maximum(np.diagonal(overlap, axis1=1, axis2=2).real, 1e-300))  # (P, k)
     scales = size[:, :, None] * size[:, None]
     weights, directions = np.linalg.eigh(overlap / scales)
-    kept = weights > 1e-11 * weights[:, -1:]
+    kept = weights > rounding * weights[:, -1:]
     directions = directions * np.where(kept, weights, np.inf)[:, None] ** -0.5
     small = directions.conj().swapaxes(1, 2) @ (action / scales) @ directions
     small = (small + small.conj().swapaxes(1, 2)) / 2

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,10 +103,13 @@ class Search:
         self.target = np.zeros(layers)
         self.single = Single(field)
         self.triangular = triangles.suits(field)
-        self.triangles: Triangles | None = None
         self.error = self._largest(field.error)  # (layers,)
         self.factor = cholesky_error(field.rows) + 8 * UNIT
         self.moves = cap is None and math.prod(field.sizes) > 1
+
+    @cached_property
+    def triangles(self) -> Triangles:
+        return Triangles(self.field, np.float64)
 
     @one_blas_thread()
     def run(self, cells: Cells, divide: Callable[[Any, Integers], Cells | None]) -> Floats:
@@ -251,7 +255,6 @@ class Search:
         # Cholesky of I − Ĝ/t succeeding means λ1(Ĝ) ≤ t(1 + factor·tr(I − Ĝ/t)) ≤ t(1 + n·factor).
         scale = 1 / (limit[at] * (1 - field.rows * self.factor))
         if self.triangular:
-            self.triangles = self.triangles or Triangles(field, np.float64)
             passed[at] = self.triangles.positive(cells.block[at], cells.frequency[at], scale)
             return
         gaps = field.gap(cells.block[at], cells.frequency[at], scale)
@@ -269,11 +272,24 @@ class Search:
         gaps: Tensor | None = None,
     ) -> None:
         """λ1 at cells that have failed, so it is no less than the limit, and its vectors."""
+        start = pick(cells.left, at)
         if gaps is None:  # the factorization has overwritten them
-            gaps = self.field.gap(cells.block[at], cells.frequency[at], 1 / limit[at])
-        least, left = bottom_eigenpairs(gaps, pick(cells.left, at), LOOK)
+            place = cells.block[at], cells.frequency[at], 1 / limit[at]
+            least, left = self._bottom_eigenpairs(*place, start)
+        else:
+            least, left = bottom_eigenpairs(gaps, start, LOOK)
         value[at] = np.maximum(1 - least, 1) * limit[at]
         cells.left[self.field.send(at)] = left
+
+    def _bottom_eigenpairs(
+        self, block: Integers, frequency: Floats, scale: Floats, start: Tensor
+    ) -> tuple[Floats, Tensor]:
+        """Of I − scale·FF*; in single precision where that tells enough."""
+        if self.triangular and self.rtol >= 1e-4:
+            found = self.single.triangles.bottom_eigenpairs(block, frequency, scale, start, LOOK)
+            if not np.isnan(found[0]).any():
+                return found
+        return bottom_eigenpairs(self.field.gap(block, frequency, scale), start, LOOK)
 
     def _largest(self, per_block: Floats) -> Floats:
         """The maximum over each layer's blocks, of non-negative numbers: ``(layers,)``."""

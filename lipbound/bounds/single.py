@@ -27,6 +27,7 @@ one).
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,17 +54,18 @@ class Single:
         self.field = field
         # What q is like for random symbols; from the first factor on, what it was.
         self.spread = np.full(field.blocks, 0.7 * field.rows**1.5)
-        self.triangles: Triangles | None = None
 
     def suits(self, block: Integers, angle: Floats, limit: Floats) -> NDArray[np.bool_]:
         """Which cells leave room enough: ``(P,)``."""
         if not triangles.suits(self.field):  # below, float64 is as fast
             return np.zeros(len(block), dtype=bool)
-        self.triangles = self.triangles or Triangles(self.field, np.float32)
         return self._guess(block, limit) <= MOST * np.square(angle)
 
+    @cached_property
+    def triangles(self) -> Triangles:
+        return Triangles(self.field, np.float32)
+
     def _guess(self, block: Integers, limit: Floats) -> Floats:
-        assert self.triangles is not None
         return self._delta(self.spread[block], self.triangles.weight[block] / limit)
 
     def _delta(self, spread: Floats, weight: Floats) -> Floats:
@@ -81,7 +83,6 @@ class Single:
 
     def _prove(self, block: Integers, frequency: Floats, limit: Floats, angle: Floats) -> Integers:
         lags = self.triangles
-        assert lags is not None
         # The guess is made a little larger, so that s·w, which grows with it, stays within.
         guess = self._guess(block, limit) * 1.01
         scale = (1 + guess) / limit * (1 + 1e-14)

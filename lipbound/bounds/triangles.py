@@ -11,8 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from lipbound.bounds.eigen import greatest
 from lipbound.bounds.field import Field, Floats, Integers
 from lipbound.bounds.lapack import factor
 from lipbound.threads import side_by_side
@@ -90,6 +93,55 @@ class Triangles:
 
         side_by_side(work, len(block))
         return found
+
+    def bottom_eigenpairs(
+        self, block: Integers, frequency: Floats, scale: Floats, start: Tensor, steps: int
+    ) -> tuple[Floats, Tensor]:
+        """As :func:`lipbound.bounds.eigen.bottom_eigenpairs` of I − scale·FF*.
+
+        Eigenvalues far below 0 may be too much for the precision, and come out as NaN.
+        """
+        least, left = np.empty(len(block)), torch.empty_like(start)
+        begin, end = start.numpy(), left.numpy()
+
+        def work(part: slice) -> None:
+            gaps = self.gaps(block[part], frequency[part], scale[part])
+            columns = chebyshev(gaps, begin[part, :, None].astype(gaps.dtype), steps)
+            tall = np.concatenate(columns, -1).astype(complex)  # (P, n, steps + 1)
+            basis = tall[..., :-1]
+            images = np.concatenate([tall[..., 1:2], (tall[..., :-2] + tall[..., 2:]) / 2], -1)
+            adjoint = basis.conj().swapaxes(1, 2)
+            fine = np.isfinite(tall).all((1, 2))
+            least[part] = np.nan
+            values, chosen = greatest(
+                (adjoint @ basis)[fine], (adjoint @ images)[fine],
+                16 * float(np.finfo(self.real).eps),
+            )  # fmt: skip
+            least[part][fine] = (1 - values) / 2
+            end[part][fine] = (basis[fine] @ chosen[..., None])[..., 0]
+
+        side_by_side(work, len(block))
+        return least, left
+
+
+def chebyshev(gaps: NDArray[Any], start: NDArray[Any], steps: int) -> list[NDArray[Any]]:
+    """T_k(I − 2·gap)·start for k up to ``steps``: ``(P, n, 1)`` each; gaps as of Triangles."""
+    size = gaps.shape[-1]
+    diagonal = gaps.reshape(len(gaps), -1)[:, :: size + 1, None]
+    parts = [(first, last, band) for (first, last), band in pieces(gaps)]
+
+    def turned(vector: NDArray[Any]) -> NDArray[Any]:
+        image = -diagonal * vector  # which both halves have
+        for first, last, band in parts:
+            image[:, first:last] += band @ vector[:, first:]
+            image[:, first:] += (band.swapaxes(1, 2) @ vector[:, first:last].conj()).conj()
+        return vector - 2 * image
+
+    with np.errstate(all="ignore"):
+        columns = [start, turned(start)]
+        while len(columns) <= steps:
+            columns.append(2 * turned(columns[-1]) - columns[-2])
+    return columns
 
 
 def pieces(matrices: NDArray[Any]) -> Iterator[tuple[Band, NDArray[Any]]]:
