@@ -233,7 +233,8 @@ def test_the_proof_decides(monkeypatch):
     def useless(matrices, start, steps):
         return np.ones(len(matrices)), torch.ones_like(start)
 
-    monkeypatch.setattr("lipbound.bounds.search.top_eigenpairs", useless)
+    monkeypatch.setattr("lipbound.bounds.peak.top_eigenpairs", useless)
+    monkeypatch.setattr("lipbound.bounds.peak.bottom_eigenpairs", useless)
     monkeypatch.setattr("lipbound.bounds.search.bottom_eigenpairs", useless)
     monkeypatch.setattr("lipbound.bounds.certified.LIMIT", 1e8)
     kernel = torch.randn(4, 4, 3, 3, dtype=torch.float64)
@@ -397,7 +398,8 @@ def test_no_cell_is_lost_between_turns(monkeypatch, seed, raised):
         return some[lost], value[at][lost]
 
     monkeypatch.setattr(run, "_prove", prove)
-    monkeypatch.setattr(run, "_raise", lambda *given: run.peak.lower.__iadd__(float(raised)))
+    rises = lambda *given: run.peak.lower.__iadd__(float(raised))  # noqa: E731
+    monkeypatch.setattr(run.peak, "raise_from", rises)
     monkeypatch.setattr(search, "TURNS", 0)
     failed, values = run._prove_in_turns(cells)
     assert (np.diff(failed.block) >= 0).all()

@@ -133,9 +133,9 @@ def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Fou
     search = Search(field, owner, len(problems), rtol, limit)
     cover = Cover(field)
     upper = search.run(cover.start(), cover.divide)
-    if polish:
-        search.polish()
     peak = search.peak
+    if polish:
+        peak.polish()
     return [
         _Found(
             float(peak.lower[i]),
@@ -143,7 +143,7 @@ def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Fou
             int(peak.block[i] - first[i]),
             tuple(peak.frequency[i].tolist()),
             peak.left[i],
-            int(search.evaluations[i]),
+            int(peak.evaluations[i]),
         )
         for i in range(len(problems))
     ]

@@ -127,7 +127,7 @@ def grid_maximum(field: Field, grid: Grid, above: float, rtol: float) -> tuple[f
         return _cells(grid, both[:, 0], both[:, 1:], 0.0, left)
 
     upper = search.run(cells, divide)
-    return float(upper[0]), int(search.evaluations[0])
+    return float(upper[0]), int(search.peak.evaluations[0])
 
 
 def _reach(size: int, taps: int) -> int:

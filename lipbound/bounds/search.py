@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -36,35 +35,22 @@ from torch import Tensor
 
 from lipbound.bounds import triangles
 from lipbound.bounds.cells import Cells, pick
-from lipbound.bounds.eigen import bottom_eigenpairs, top_eigenpairs, uphill
+from lipbound.bounds.eigen import bottom_eigenpairs
 from lipbound.bounds.field import Field, Floats, Integers
+from lipbound.bounds.peak import MANY, Peak
 from lipbound.bounds.rounding import (
     UNIT,
     cholesky_error,
-    gamma_complex,
     positive,
-    symbol_error,
 )
 from lipbound.bounds.single import UNDECIDED, YES, Single
 from lipbound.bounds.triangles import Triangles
 from lipbound.threads import one_blas_thread
 
-# Krylov spaces: from random vectors, at cells that fail, while climbing, where that fell short.
-FIRST, LOOK, FEW, MANY = 16, 8, 8, 48
-ALL = 1 << 30  # a full eigenvalue decomposition
+FIRST, LOOK = 16, 8  # Krylov spaces: from random vectors, at cells that fail
 RETRIES = 8
 TURNS = 1 << 22  # matrix entries from which cells are proved in two turns
 WIDE = 256  # rows from which a cell that fails costs more than several smaller ones
-
-
-@dataclass
-class Peak:
-    """The best attained value of each layer: where, and with which left vector."""
-
-    lower: Floats  # (layers,)
-    block: Integers  # (layers,)
-    frequency: Floats  # (layers, D)
-    left: NDArray[np.complex128]  # (layers, n)
 
 
 class Search:
@@ -93,19 +79,12 @@ class Search:
     ):
         self.field, self.owner, self.layers = field, owner, layers
         self.limit, self.cap, self.rtol = limit, cap, rtol
-        self.evaluations = np.zeros(layers, dtype=np.int64)
-        self.peak = Peak(
-            np.zeros(layers),
-            np.zeros(layers, dtype=np.int64),
-            np.zeros((layers, len(field.sizes))),
-            np.zeros((layers, field.rows), dtype=np.complex128),
-        )
+        self.peak = Peak(field, owner, layers, rtol, moves=cap is None)
         self.target = np.zeros(layers)
         self.single = Single(field)
         self.triangular = triangles.suits(field)
         self.error = self._largest(field.error)  # (layers,)
         self.factor = cholesky_error(field.rows) + 8 * UNIT
-        self.moves = cap is None and math.prod(field.sizes) > 1
 
     @cached_property
     def triangles(self) -> Triangles:
@@ -115,7 +94,7 @@ class Search:
     def run(self, cells: Cells, divide: Callable[[Any, Integers], Cells | None]) -> Floats:
         """Prove all cells, dividing those that fail; returns the upper end per layer."""
         first = self._look(cells)
-        self._raise(cells, first)
+        self.peak.raise_from(cells, first)
         failed, value = self._prove(cells, first)
         if self.cap is None:
             failed, value = self._without_flat(cells, failed, value)
@@ -152,7 +131,7 @@ class Search:
     ) -> tuple[Cells, Floats]:
         """Climb from the best cell; a higher target may let some others pass."""
         before = self._target()
-        self._raise(failed, value, retries)
+        self.peak.raise_from(failed, value, retries)
         if (self._target() > before * (1 + self.rtol / 4)).any():
             return self._prove(failed, value)
         return failed, value
@@ -225,7 +204,7 @@ class Search:
             for part in self.field.chunks(len(failed)):
                 self._estimate(cells, limit, failed[part], value)
         if known is None:
-            self._count(cells.block)
+            self.peak.count(cells.block)
         return cells[~passed], value[~passed]
 
     def _prove_in_single(
@@ -297,9 +276,6 @@ class Search:
         np.maximum.at(result, self.owner, per_block)
         return result
 
-    def _count(self, block: Integers) -> None:
-        self.evaluations += np.bincount(self.owner[block], minlength=self.layers)
-
     def _look(self, cells: Cells) -> Floats:
         """λ1(FF*) at the centres, about, and its vectors, from scratch."""
         field = self.field
@@ -310,128 +286,8 @@ class Search:
             gaps = field.gap(block, cells.frequency[part], scale)
             least, cells.left[part] = bottom_eigenpairs(gaps, cells.left[part], steps)
             value[part] = (1 - least) / scale
-        self._count(cells.block)
+        self.peak.count(cells.block)
         return value
-
-    def _raise(self, cells: Cells, value: Floats, retries: int = 0) -> None:
-        """Where a centre beats its layer's lower end, climb from the best one."""
-        layer = self.owner[cells.block]
-        order = np.lexsort((value, layer))
-        last = np.append(layer[order][1:] != layer[order][:-1], True)
-        best = order[last]  # one cell for every layer that has any
-        # A lower end short by less than this costs nothing: τ leaves it room.
-        lower = self.peak.lower[layer[best]]
-        short = (np.sqrt(np.maximum(value[best], 0)) > lower * (1 + self.rtol / 4)) | (lower == 0)
-        # Cells this small fail only where σ1 exceeds the lower end: look harder there.
-        small = np.cos(cells.angle[best]) > 1 - self.rtol / 4
-        if short.any():
-            best, steps = best[short], FEW
-        elif small.any():
-            best, steps = best[small], ALL if retries else MANY
-        else:
-            return
-        left = pick(cells.left, best)
-        reach = np.maximum(cells.angle[best], 1e-6)
-        self._climb(layer[best], cells.block[best], cells.frequency[best], left, reach, steps)
-
-    def _climb(
-        self,
-        layers: Integers,
-        block: Integers,
-        frequency: Floats,
-        left: Tensor,
-        reach: Floats,
-        steps: int,
-        rounds: int = 4,
-    ) -> None:
-        """Alternate: singular vectors u, v at a frequency, then the frequency for that u and v.
-
-        Re u*F(ω)v is a scalar polynomial in ω, so the second half is nearly free.
-        """
-        field = self.field
-        for turn in range(rounds):
-            if turn or steps > FEW:
-                left = self._vectors(block, frequency, left, self.peak.lower[layers], steps)
-                self._count(block)
-            before = self.peak.lower[layers]
-            rows = field.rows_applied(block, left)  # (Q, N, T): u*K_h
-            right = (rows @ field.waves(frequency)[..., None])[..., 0].conj()  # F*u
-            self._record(layers, block, frequency, left.cpu().numpy(), right)
-            done = self.peak.lower[layers] <= before * (1 + 1e-3 * self.rtol)
-            if not self.moves or (turn and done.all()):
-                return  # on a grid, or without one, the frequency stays where it is
-            coefficients = (rows.swapaxes(1, 2) @ right[..., None])[..., 0]
-            frequency = uphill(coefficients, field.positions, frequency, reach / 2**turn)
-
-    def _vectors(
-        self, block: Integers, frequency: Floats, left: Tensor, lower: Floats, steps: int
-    ) -> Tensor:
-        """Top left singular vectors of F, from vectors close to them."""
-        gaps = self.field.gap(block, frequency, 1 / np.maximum(lower**2, 1e-300))
-        if steps > MANY or (steps == MANY and self.rtol < 1e-6):
-            return top_eigenpairs(gaps.neg_(), left, steps)[1]
-        return bottom_eigenpairs(gaps, left, steps)[1]
-
-    @one_blas_thread()
-    def polish(self) -> None:
-        """Newton's method from every layer's peak: the place and vectors a gradient needs.
-
-        λ1(FF*) has the gradient of u*FF*u at its vector u; the second derivatives are differences
-        of it.
-        """
-        field, dims = self.field, len(self.field.sizes)
-        offsets = np.concatenate([np.zeros((1, dims)), np.eye(dims)]) * 1e-5
-        for layer in range(self.layers):
-            block = self.peak.block[layer].repeat(dims + 1)
-            frequency, left = self.peak.frequency[layer], self.peak.left[layer]
-            for _ in range(6):
-                places = frequency + offsets
-                start = field.send(left[None].repeat(dims + 1, 0))
-                lefts = top_eigenpairs(field.gram(block, places), start, MANY)[1]
-                rows, waves = field.rows_applied(block, lefts), field.waves(places)
-                image = (rows @ waves[..., None])[..., 0]  # (F*u)*
-                turned = rows @ (1j * field.positions * waves[..., None])  # (1 + D, N, D)
-                slope = 2 * (image.conj()[..., None] * turned).sum(1).real
-                left = lefts[0].cpu().numpy()
-                self._record(
-                    np.array([layer]), block[:1], frequency[None], left[None],
-                    image[:1].conj(), always=True,
-                )  # fmt: skip
-                bend = (slope[1:] - slope[0]) / 1e-5
-                values, axes = np.linalg.eigh((bend + bend.T) / 2)
-                level = 1e-8 * np.abs(values).max(initial=0.0)  # what differences can tell from 0
-                steep = values < -level
-                if not steep.any() or (values > level).any():
-                    break
-                along = axes[:, steep]  # a ridge has no place of its own along the others
-                frequency = frequency - along @ (along.T @ slope[0] / values[steep])
-
-    def _record(
-        self,
-        layers: Integers,
-        block: Integers,
-        frequency: Floats,
-        left: NDArray[np.complex128],
-        image: NDArray[np.complex128],
-        always: bool = False,
-    ) -> None:
-        """‖F(ω)*u‖/‖u‖ rounded down, kept where it is a layer's best (or equal but for rounding).
-
-        The image is off by the symbol's rounding and by inner products over rows and taps, both
-        relative to ‖Σ|K|‖_F ‖u‖.
-        """
-        field, peak = self.field, self.peak
-        norm = np.linalg.norm(left, axis=-1)
-        count = len(field.positions)
-        error = symbol_error(field.sizes) + gamma_complex(field.rows + count + field.columns + 32)
-        lower = np.linalg.norm(image, axis=-1) / norm * (1 - 64 * UNIT)
-        lower = lower - 2 * error * field.size[block]
-        better = lower >= peak.lower[layers] * (1 - 1e-12 * always)
-        kept = layers[better]
-        peak.lower[kept] = np.maximum(lower[better], peak.lower[kept])
-        peak.block[kept] = block[better]
-        peak.frequency[kept] = frequency[better]
-        peak.left[kept] = (left / norm[:, None])[better]
 
     def _give_up(self, cells: Cells) -> Floats:
         """Widen until the cells that are left are proved too: the interval stays certified."""
