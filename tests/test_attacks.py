@@ -13,6 +13,7 @@ from test_cli import run
 from torch import nn
 
 from lipbound import audit
+from lipbound.robust import plan as plans
 from lipbound.robust.attacks import (
     autoattack,
     margin,
@@ -27,7 +28,7 @@ from lipbound.robust.evaluate import (
     outcomes,
     paired,
 )
-from lipbound.robust.plan import ATTACKS, Plan, pushed
+from lipbound.robust.plan import ATTACKS, Plan, engine, pushed
 from lipbound.robust.settings import settings
 from lipbound.robust.smallest import carlini_wagner
 from lipbound.robust.strongest import strongest_pgd
@@ -226,6 +227,31 @@ def test_an_honest_network_raises_no_doubt(trained):
     shares = [c["accuracy"] for c in found["certified"].values()]
     assert shares == sorted(shares, reverse=True)
     json.dumps(found)
+
+
+def test_only_what_is_right_is_searched_around(monkeypatch, trained):
+    """And each of those finds what it finds in a company of others."""
+    model, images, labels, _ = trained
+    labels = labels.clone()
+    labels[::3] = (labels[::3] + 1) % 10
+    with torch.no_grad():
+        right = model(images).argmax(1) == labels
+    seen, search = [], carlini_wagner
+
+    def counted(logits, some, *given, **options):
+        seen.append(len(some))
+        return search(logits, some, *given, **options)
+
+    monkeypatch.setattr(plans, "carlini_wagner", counted)
+    plan = Plan(("cw",), batch=16, search_steps=30, searches=3)
+    with engine(model, images, plan) as ready:
+        found = ATTACKS["cw"](ready, images, labels)
+        alone = search(model, images[right][:16], labels[right][:16], steps=30, searches=3)
+    assert sum(seen) == int(right.sum()) < len(images)
+    assert bool(found.broken[~right].all())
+    assert not found.norms[~right].any()
+    assert bool((found.images[~right] == images[~right]).all())
+    torch.testing.assert_close(found.norms[right][:16], alone.norms, rtol=0.05, atol=1e-3)
 
 
 def test_a_mistake_is_never_standing():

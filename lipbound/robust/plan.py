@@ -181,19 +181,27 @@ def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
 
 
 def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
-    plan, parts = on.plan, []
+    """Only of images that are classified rightly; the others' smallest perturbation is none."""
+    plan = on.plan
     precision = "float32" if plan.precision == "float32" else "tf32"
-    for x, y in zip(images.split(plan.batch), labels.split(plan.batch), strict=True):
-        short = plan.batch - len(x) if on.replay is not None else 0  # a graph has one shape
-        some = torch.arange(len(x) + short, device=x.device) % len(x)
+    broken = verified(on.model, images, labels, plan.batch)
+    everyone = (~broken).nonzero()[:, 0]
+    # A graph has one shape, and what is compiled for one is not compiled for others.
+    width = plan.batch if on.replay else min(plan.batch, len(images)) * plan.compile
+    kept, norms, first = images.clone(), torch.zeros(broken.shape).to(images), 0 * labels
+    for who in everyone.split(plan.batch) if len(everyone) else ():
+        some = who[torch.arange(max(width, len(who)), device=who.device) % len(who)]
         with on.at(precision) as logits:
             found = carlini_wagner(
-                logits, x[some], y[some], steps=plan.search_steps, searches=plan.searches,
-                constant=plan.constant,                replay=on.replay,
+                logits, images[some], labels[some], steps=plan.search_steps,
+                searches=plan.searches, constant=plan.constant, replay=on.replay,
             )  # fmt: skip
-        parts.append([getattr(found, name)[: len(x)] for name in vars(found)])
-    whole = Found(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-    return pushed(on.model, images, labels, whole, plan.batch)
+        for whole, part in (
+            (kept, found.images), (broken, found.broken), (norms, found.norms),
+            (first, found.iteration),
+        ):  # fmt: skip
+            whole[who] = part[: len(who)]
+    return pushed(on.model, images, labels, Found(kept, broken, norms, first), plan.batch)
 
 
 def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch: int) -> Found:
