@@ -38,11 +38,7 @@ from lipbound.bounds.cells import Cells, pick
 from lipbound.bounds.eigen import bottom_eigenpairs
 from lipbound.bounds.field import Field, Floats, Integers
 from lipbound.bounds.peak import MANY, Peak
-from lipbound.bounds.rounding import (
-    UNIT,
-    cholesky_error,
-    positive,
-)
+from lipbound.bounds.rounding import UNIT, cholesky_error, positive
 from lipbound.bounds.single import UNDECIDED, YES, Single
 from lipbound.bounds.triangles import Triangles
 from lipbound.threads import one_blas_thread

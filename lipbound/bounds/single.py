@@ -65,8 +65,19 @@ class Single:
     def triangles(self) -> Triangles:
         return Triangles(self.field, np.float32)
 
+    @cached_property
+    def weight(self) -> Floats:
+        """w of every block, from above."""
+        field = self.field
+        sums = field.even[:, 0].abs()
+        for lags in (field.even[:, 1:], field.odd):
+            for lag in () if lags is None else lags.unbind(1):  # one at a time, to spare memory
+                sums += lag.abs()
+        rows = sums.reshape(-1, field.rows, field.rows).sum(-1)
+        return rows.amax(-1).numpy() * 1.001
+
     def _guess(self, block: Integers, limit: Floats) -> Floats:
-        return self._delta(self.spread[block], self.triangles.weight[block] / limit)
+        return self._delta(self.spread[block], self.weight[block] / limit)
 
     def _delta(self, spread: Floats, weight: Floats) -> Floats:
         """δ for q = ``spread`` and s·w = ``weight``."""
@@ -98,7 +109,7 @@ class Single:
             largest = spread[block == b].max()
             if largest:
                 self.spread[b] = 1.05 * largest
-        enough = self._delta(spread, scale * lags.weight[block]) <= guess
+        enough = self._delta(spread, scale * self.weight[block]) <= guess
         refused = np.where(guess <= SHARE * np.square(angle), NO, UNDECIDED)
         return np.where(found, np.where(enough, YES, UNDECIDED), refused)
 

@@ -46,30 +46,23 @@ def suits(field: Field) -> bool:
 class Triangles:
     """Lags of a field that keeps them, as ``real`` numbers of one precision, without what no
     factor reads: zeros within the bands, nothing to the left of them.
-
-    Attributes:
-        weight: ``(blocks,)`` the largest row sum of Σ|even_l| + Σ|odd_l|, from above.
     """
 
     def __init__(self, field: Field, real: type[np.floating[Any]]):
         self.field, self.real = field, real
         size = field.rows
-        self.bands = bands(size)
-        weights = np.zeros((field.blocks, size, size))
         self.lags: list[list[list[NDArray[Any]]]] = [[] for _ in range(field.blocks)]
-        for b, (first, last) in ((b, band) for b in range(field.blocks) for band in self.bands):
+        for b, (first, last) in ((b, band) for b in range(field.blocks) for band in bands(size)):
             kept = np.triu(np.ones((last - first, size - first)))
             parts = []
             for lags in (field.even, field.odd):
                 count = 0 if lags is None else lags.shape[1]
                 part = np.empty((count, last - first, size - first), dtype=real)
                 for lag in range(count):  # one at a time, to spare memory
-                    matrix = lags[b, lag].numpy().reshape(size, size)[first:last]  # type: ignore[index]
-                    weights[b, first:last] += np.abs(matrix)
-                    np.multiply(matrix[:, first:], kept, out=part[lag], casting="same_kind")
+                    matrix = lags[b, lag].numpy().reshape(size, size)  # type: ignore[index]
+                    np.multiply(matrix[first:last, first:], kept, part[lag], casting="same_kind")
                 parts.append(part.reshape(count, (last - first) * (size - first)))
             self.lags[b].append(parts)
-        self.weight: Floats = weights.sum(-1).max(-1) * 1.001
 
     def gaps(self, block: Integers, frequency: Floats, scale: Floats) -> NDArray[Any]:
         """I − scale·FF* at each frequency: ``(P, n, n)``, nothing to the left of the bands."""
@@ -77,8 +70,8 @@ class Triangles:
         waves = self.field.lag_waves(frequency, -scale).astype(self.real)
         gaps = np.empty((len(block), size, size), dtype=np.result_type(self.real, np.complex64))
         for start, stop in self.field.runs(block):
-            for (first, last), parts in zip(self.bands, self.lags[int(block[start])], strict=True):
-                band = gaps[start:stop, first:last, first:]
+            lags = self.lags[int(block[start])]
+            for (_, band), parts in zip(pieces(gaps[start:stop]), lags, strict=True):
                 band.real = (waves[start:stop, :count] @ parts[0]).reshape(band.shape)
                 band.imag = (waves[start:stop, count:] @ parts[1]).reshape(band.shape)
         gaps.reshape(len(block), -1)[:, :: size + 1] += self.real(1)
@@ -128,11 +121,10 @@ def chebyshev(gaps: NDArray[Any], start: NDArray[Any], steps: int) -> list[NDArr
     """T_k(I − 2·gap)·start for k up to ``steps``: ``(P, n, 1)`` each; gaps as of Triangles."""
     size = gaps.shape[-1]
     diagonal = gaps.reshape(len(gaps), -1)[:, :: size + 1, None]
-    parts = [(first, last, band) for (first, last), band in pieces(gaps)]
 
     def turned(vector: NDArray[Any]) -> NDArray[Any]:
         image = -diagonal * vector  # which both halves have
-        for first, last, band in parts:
+        for (first, last), band in pieces(gaps):
             image[:, first:last] += band @ vector[:, first:]
             image[:, first:] += (band.swapaxes(1, 2) @ vector[:, first:last].conj()).conj()
         return vector - 2 * image
