@@ -16,27 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lipbound.experiments.packed  # noqa: F401  adds its data sets
 from lipbound.records import append, provenance
 from lipbound.robust.attacks import autoattack
 from lipbound.robust.data import DATA
-from lipbound.robust.plan import Plan, engine, strongest
+from lipbound.robust.plan import HALVES, SLACK, Plan, engine, strongest
+from lipbound.robust.rough import Rough
 from lipbound.robust.trained import load_trained
 from lipbound.robust.verify import tf32, verified
-
-
-class Rough(nn.Module):
-    """A network in bfloat16."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return self.inner(x).float()
 
 
 def main() -> None:
@@ -49,7 +38,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--batch", type=int, default=500)
-    parser.add_argument("--precision", default="tf32", choices=("float32", "tf32", "bfloat16"))
+    parser.add_argument("--precision", default="tf32", choices=[*SLACK])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--only", nargs="*", help="lipbound, foolbox, pyautoattack")
@@ -62,7 +51,8 @@ def main() -> None:
     images = (pixels.float() / 255).to(chosen.device)
     labels = labels.to(chosen.device)
     model = trained.model.to(chosen.device, memory_format=torch.channels_last)
-    theirs = Rough(model).eval() if chosen.precision == "bfloat16" else model
+    half = HALVES.get(chosen.precision)
+    theirs = model if half is None else Rough(model, half)
     plan = Plan(
         radius=radius, iterations=chosen.iterations, restarts=chosen.restarts, batch=chosen.batch,
         loss="cross-entropy", precision=chosen.precision, compile=not chosen.no_compile,

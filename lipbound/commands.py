@@ -267,7 +267,7 @@ def attack(
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     precision: Annotated[
         str,
-        typer.Option(help="Of the searches: float32, tf32, bfloat16; float32 has the last word."),
+        typer.Option(help="Of the searches: float32 (has the last word), tf32, float16, bfloat16."),
     ] = "float32",
     compile_: Annotated[
         bool, typer.Option("--compile", help="Compile the network for the searches.")

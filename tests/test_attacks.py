@@ -29,6 +29,7 @@ from lipbound.robust.evaluate import (
     paired,
 )
 from lipbound.robust.plan import ATTACKS, Plan, engine, pushed
+from lipbound.robust.rough import Rough
 from lipbound.robust.settings import settings
 from lipbound.robust.smallest import carlini_wagner
 from lipbound.robust.strongest import strongest_pgd
@@ -186,7 +187,7 @@ def test_what_ends_short_of_the_boundary_is_pushed_over_it():
     assert bool((mended.norms <= 1.05 * distance).all())
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["tf32", "float16", "bfloat16"])
 def test_a_rough_search_is_looked_at_once_more(trained, precision):
     model, images, labels, _ = trained
     plan = Plan(("pgd", "cw"), radius=0.1, iterations=20, restarts=2, search_steps=60, searches=5)
@@ -198,6 +199,52 @@ def test_a_rough_search_is_looked_at_once_more(trained, precision):
         differ = outcomes(entry(plain)) ^ outcomes(entry(rough))
         assert int(differ.sum()) <= 2, name
         assert rough[name]["not_reproduced"] <= plain[name]["not_reproduced"] + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 1e9])
+def test_a_half_precision_gradient_keeps_its_size(trained, dtype, size):
+    """Image by image: one that is sure of itself beside one that is not."""
+    model, images, _, _ = trained
+    weights = torch.tensor([size, 1.0, 0.0, -size])
+
+    def gradient(logits):
+        x = images[:4].clone().requires_grad_()
+        scores = logits(x)
+        return torch.autograd.grad(((scores[:, 1] - scores[:, 0]) * weights).sum(), x)[0]
+
+    exact, rough = gradient(model), gradient(Rough(model, dtype))
+    errors = (rough - exact).flatten(1).double().norm(dim=1)
+    lengths = exact.flatten(1).double().norm(dim=1)
+    assert bool((errors <= 32 * torch.finfo(dtype).eps * lengths).all())  # a ReLU may tip over
+
+
+def test_a_gradient_of_no_number_stays_one(trained):
+    model, images, _, _ = trained
+    x = images[:2].clone().requires_grad_()
+    scores = Rough(model, torch.float16)(x)
+    (found,) = torch.autograd.grad((scores[0] * torch.inf).sum() + scores[1].sum(), x)
+    assert not bool(found[0].isfinite().all())
+    assert bool(found[1].isfinite().all())
+
+
+class Boastful(nn.Module):
+    """Gives way in half precision to what float32 withstands."""
+
+    def forward(self, x):
+        scores = x.flatten(1)
+        half = torch.is_autocast_enabled("cpu")
+        return torch.cat([scores, scores[:, :1] + (0.05 if half else -0.3)], 1)
+
+
+def test_what_autoattack_broke_in_its_own_precision_alone_is_tried_again():
+    pytest.importorskip("pyautoattack", reason="the attacks extra")
+    images = torch.tensor([[[[0.6, 0.5, 0.1, 0.1]]], [[[0.9, 0.1, 0.1, 0.1]]]])
+    labels, model = torch.tensor([0, 0]), Boastful().eval()
+    plan = Plan(("autoattack",), radius=0.1, precision="float16")
+    found = evaluate(model, images, labels, plan, doubts=False)["autoattack"]
+    assert outcomes(found).tolist() == [False, True]
+    assert found["not_reproduced"] == 0
 
 
 def test_jacobian_norms_are_exact(trained):

@@ -225,7 +225,7 @@ def test_training_and_going_on(tmp_path, arm):
     assert model(torch.zeros(2, *shape)).shape == (2, 4)
 
 
-@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "tf32", "float16", "bfloat16"])
 def test_graphs_find_what_plain_searches_find(precision):
     network = model().eval()
     torch.manual_seed(1)

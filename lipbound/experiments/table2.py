@@ -20,7 +20,7 @@ from lipbound.robust.plan import Plan
 
 ON = "CIFAR-10 and CIFAR-100"
 FULL = Plan(
-    ("pgd", "cw"), batch=256, searches=6, search_steps=100, constant=1.0, precision="bfloat16",
+    ("pgd", "cw"), batch=256, searches=6, search_steps=100, constant=1.0, precision="float16",
     compile=True,
 )  # fmt: skip
 SWEEP = (0.008, 0.02, 0.05, 0.1)

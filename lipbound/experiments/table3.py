@@ -28,7 +28,7 @@ TIER = Tier(
     },
     plan=Plan(
         ("pgd", "cw"), radius=0.031, iterations=30, restarts=5, radii=(1, 2, 3), batch=500,
-        precision="bfloat16", compile=True,
+        precision="float16", compile=True,
     ),
     images=1000, autoattack=0, jacobians=200, preset="paper-imagenet", also=(0.02,),
 )  # fmt: skip

@@ -16,15 +16,17 @@ from lipbound.robust.attacks import LOSSES, Found, Logits, autoattack, perturbat
 from lipbound.robust.balls import BALLS
 from lipbound.robust.freeze import frozen
 from lipbound.robust.replay import Replay
+from lipbound.robust.rough import Rough
 from lipbound.robust.smallest import carlini_wagner
 from lipbound.robust.strongest import strongest_pgd
 from lipbound.robust.verify import tf32, verified
 
-SLACK = {"float32": 0.0, "tf32": 0.0, "bfloat16": 0.1}
+SLACK = {"float32": 0.0, "tf32": 0.0, "float16": 0.02, "bfloat16": 0.1}
 """Precision of the search → by how much a margin must exceed 0 to count as broken there.
 
 Whatever the search computes in, what it found is looked at once more in float32.
 """
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Plan:
         constant: Of Carlini & Wagner, to begin with; near 1 it needs fewer searches.
         batch: Images at a time.
         seed: Of everything random.
-        precision: Of the searches of PGD and Carlini & Wagner (for whom bfloat16 is too coarse:
-            he gets tf32), and tf32 for AutoAttack if it is not float32.
+        precision: Of the searches: float32, tf32, float16 (as fine as tf32, and quicker) or
+            bfloat16, which is too coarse for all but PGD: the others get tf32.
         compile: ``torch.compile`` the network for the searches.
         graphs: Replay the searches as CUDA graphs, on a GPU.
 
@@ -97,6 +99,11 @@ class Plan:
         if {"cw", "cw-projected"} & set(self.attacks) and not self.radii:
             raise ValueError("Carlini & Wagner's attack needs radii, 0.6 say")
 
+    @property
+    def fine(self) -> str:
+        """The precision of searches that look closely."""
+        return "tf32" if self.precision == "bfloat16" else self.precision
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -117,16 +124,9 @@ class Engine:
     @contextmanager
     def at(self, precision: str) -> Iterator[Logits]:
         """The logits in a precision."""
+        half = HALVES.get(precision)
         with tf32(precision == "tf32"):
-            if precision != "bfloat16":
-                yield self.logits
-                return
-
-            def rough(images: Tensor) -> Tensor:
-                with torch.autocast(images.device.type, torch.bfloat16):
-                    return self.logits(images)
-
-            yield rough
+            yield self.logits if half is None else Rough(self.logits, half)
 
 
 @contextmanager
@@ -135,10 +135,17 @@ def engine(model: nn.Module, images: Tensor, plan: Plan) -> Iterator[Engine]:
     logits: Logits = torch.compile(model, dynamic=False) if plan.compile else model
     replay = Replay() if plan.graphs and images.is_cuda else None
     before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = before or replay is not None  # one shape, many times
+    with frozen(model), tuned(before or replay is not None):  # one shape, many times
+        yield Engine(model, logits, replay, plan)
+
+
+@contextmanager
+def tuned(wanted: bool) -> Iterator[None]:
+    """Whether cuDNN measures which of its algorithms is best for every new shape."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = wanted
     try:
-        with frozen(model):
-            yield Engine(model, logits, replay, plan)
+        yield
     finally:
         torch.backends.cudnn.benchmark = before
 
@@ -183,7 +190,6 @@ def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
 def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
     """Only of images that are classified rightly; the others' smallest perturbation is none."""
     plan = on.plan
-    precision = "float32" if plan.precision == "float32" else "tf32"
     broken = verified(on.model, images, labels, plan.batch)
     everyone = (~broken).nonzero()[:, 0]
     # A graph has one shape, and what is compiled for one is not compiled for others.
@@ -191,7 +197,7 @@ def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
     kept, norms, first = images.clone(), torch.zeros(broken.shape).to(images), 0 * labels
     for who in everyone.split(plan.batch) if len(everyone) else ():
         some = who[torch.arange(max(width, len(who)), device=who.device) % len(who)]
-        with on.at(precision) as logits:
+        with on.at(plan.fine) as logits:
             found = carlini_wagner(
                 logits, images[some], labels[some], steps=plan.search_steps,
                 searches=plan.searches, constant=plan.constant, replay=on.replay,
@@ -221,12 +227,25 @@ def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch
 
 
 def _autoattack(on: Engine, images: Tensor, labels: Tensor) -> Found:
-    plan = on.plan
-    with tf32(plan.precision != "float32"):
-        return autoattack(
-            on.model, images, labels, radius=plan.radius, ball=plan.ball, seed=plan.seed,
-            batch=plan.batch,
-        )  # fmt: skip
+    """It takes what is broken in its own precision for broken; float32 tries the others again.
+
+    Its batches have every size: nothing is compiled or tuned for them.
+    """
+    plan, half = on.plan, HALVES.get(on.plan.fine)
+    options: dict[str, Any] = {
+        "radius": plan.radius, "ball": plan.ball, "seed": plan.seed, "batch": plan.batch,
+    }  # fmt: skip
+    with tuned(False):
+        with tf32(plan.fine == "tf32"):
+            model = on.model if half is None else Rough(on.model, half)
+            found = autoattack(model, images, labels, **options)
+        again = found.broken & ~verified(on.model, found.images, labels, plan.batch)
+        who = again.nonzero()[:, 0]
+        if len(who) and plan.fine != "float32":
+            closer = autoattack(on.model, images[who], labels[who], **options)
+            for whole, part in zip(vars(found).values(), vars(closer).values(), strict=True):
+                whole[who] = part
+    return found
 
 
 Attack = Callable[[Engine, Tensor, Tensor], Found]
