@@ -155,6 +155,52 @@ def test_differences_are_of_the_same_images_and_seeds():
     assert difference(other[1:], at, "final", table2.COLUMNS["clean"]) is None
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "seeds", "said"),
+    [
+        (0.01, 0.03, (0.01, 0.03), "the paper's direction, less than its size"),
+        (0.01, 0.12, (0.01, 0.12), "the paper's direction, and its size"),
+        (0.12, 0.14, (0.11, 0.15), "the paper's direction, more than its size"),
+        (-0.03, -0.01, (-0.03, -0.01), "the opposite of the paper's direction"),
+        (-0.02, 0.01, (-0.02, 0.01), "no difference seen; the paper's lies outside the interval"),
+        (-0.02, 0.11, (-0.02, 0.11), "no difference seen; the paper's cannot be excluded"),
+        (0.01, 0.03, (-0.01, 0.05), "no difference seen; the paper's lies outside the interval"),
+    ],
+)
+def test_what_a_difference_says_of_the_papers(low, high, seeds, said):
+    assert table2.verdict({"low": low, "high": high, "seeds": seeds}, 0.1) == said
+    turned = {"low": -high, "high": -low, "seeds": [-s for s in seeds]}
+    assert table2.verdict(turned, -0.1) == said
+
+
+def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
+    def cell(tier, label, right, data):
+        found = {
+            "clean": accuracy(torch.arange(100) < right),
+            "log10_lipschitz": {"upper": 3.0},
+            "jacobian_norms": {"quantiles": [1.0] * 7, "all": [1.0]},
+        }
+        epochs = [{"held_out_pgd_accuracy": None, "train_accuracy": 0.5}]
+        return {
+            "tier": tier, "label": label, "seed": 0, "best": found, "final": found, "device": "cpu",
+            "epochs": epochs, "training_seconds": 1.0, "settings": {"data": f"packed-{data}"},
+        }  # fmt: skip
+
+    cells = [
+        cell("B100", "at+lipreg 0.008", 45, "cifar100"), cell("B100", "at", 50, "cifar100"),
+        cell("A", "at+lipreg 0.008", 60, "cifar10"), cell("A", "at", 50, "cifar10"),
+    ]  # fmt: skip
+    shown = table2.report({"cells": cells})
+    few, full = shown.split("### Tier ")[1:]
+    assert few.startswith("A\n")
+    assert "| *the paper's at+lipreg* | -5.6 | +3.1 | +7.0 | +10.4 |" in few
+    assert "| *the paper's at+lipreg* | -3.9 | +1.6 | +3.1 | +4.3 |" in full
+    assert few.index("| at | final") < few.index("| at+lipreg 0.008 | final")
+    assert "`at+lipreg 0.008`, clean: the opposite of the paper's direction." in few
+    assert "`at+lipreg 0.008`, clean: the paper's direction, and its size." in full
+    assert "PGD:" not in few + full, "nothing was attacked"
+
+
 def test_first_seeds_come_first():
     tier = replace(TINY, seeds={"at": 2})
     assert list(tier.cells()) == [("at", 0), ("at+lipreg 0.05", 0), ("at", 1)]

@@ -24,7 +24,7 @@ def compute(request: Request) -> dict[str, Any]:
 def from_cells(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """The final networks of the first seed, tier by tier."""
     tiers: dict[str, dict[str, Any]] = {}
-    for cell in cells:
+    for cell in (cell for own in table2.by_tier(cells).values() for cell in own):
         found = cell["final"]
         if cell["seed"] == 0 and "pgd" in found:
             tiers.setdefault(cell["tier"], {})[cell["label"]] = {
@@ -67,9 +67,10 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
     made, axes = pyplot.subplots(
         count, 2, figsize=(8.6, 3.2 * count), layout="constrained", squeeze=False
     )
+    labels = [*dict.fromkeys(label for arms in tiers.values() for label in arms)]
     for (left, right), (tier, arms) in zip(axes, tiers.items(), strict=False):
-        for index, (label, found) in enumerate(arms.items()):
-            color = f"C{index % 10}"
+        for label, found in arms.items():
+            color = f"C{labels.index(label) % 10}"
             norms = sorted(found["norms"])
             share = [(i + 1) / len(norms) for i in range(len(norms))]
             left.step(norms, share, color=color, label=label)
