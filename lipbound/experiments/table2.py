@@ -32,6 +32,7 @@ FEW: dict[str, Any] = {
 }  # fmt: skip
 QUICK: dict[str, Any] = {"data": "packed-cifar10", "batch": 256, "held_out": 0.02, "check": 500}
 PUBLISHED = {"penalty": "polygrid", "samples": 10}
+OURS = {"arm": "at+spectral", "batchnorm": "folded", "ema": 0.998}
 TIERS = {
     "A0": Tier(
         "WRN-28-4 on 10,000 of the first 11,000 training images of CIFAR-10 (the others choose "
@@ -54,10 +55,26 @@ TIERS = {
             **SPECTRAL,
             "baseline": {"arm": "baseline"},
             "at+pm": {"arm": "at+pm"},
+            "ours": {**OURS, "penalty_weight": 0.008, "weight_decay": 2e-3},
         },
-        {"at": 3, "at+lipreg 0.008": 3, "at decay 2e-3": 3, "baseline": 3, "at+pm": 3},
+        {"at": 3, "at+lipreg 0.008": 3, "at decay 2e-3": 3, "baseline": 3, "at+pm": 3, "ours": 3},
         FULL,
         tried=(*list(LIPREG)[1:], *SPECTRAL),
+    ),
+    "O": Tier(
+        "WRN-28-4 on 3,000 of the first 3,500 training images of CIFAR-10 (the others choose "
+        "`best`), the paper's 200 epochs and schedule, batches of 64: few images many times, where "
+        "robust overfitting is",
+        {**FEW, "first": 3500, "held_out": 1 / 7, "epochs": 200, "milestones": (60, 120, 160),
+         "batch": 64},
+        {
+            "at": {"arm": "at"},
+            "at+lipreg 0.008": {"arm": "at+lipreg"},
+            "at decay 2e-3": {"arm": "at", "weight_decay": 2e-3},
+            "ours": {**OURS, "penalty_weight": 0.008, "weight_decay": 2e-3},
+        },
+        {"at": 3, "at+lipreg 0.008": 3, "at decay 2e-3": 3, "ours": 3},
+        FULL,
     ),
     "B": Tier(
         "PreActResNet-18 on CIFAR-10, 60 epochs, one cycle",
@@ -65,7 +82,7 @@ TIERS = {
         {
             "at": {"arm": "at"},
             "at+lipreg 0.008": {"arm": "at+lipreg", **PUBLISHED},
-            "ours": {"arm": "at+spectral", "penalty_weight": 0.002, "ema": 0.998},
+            "ours": {**OURS, "penalty_weight": 0.002, "weight_decay": 1e-3},
         },
         plan=FULL,
         preset="fast",
@@ -78,8 +95,8 @@ TIERS = {
         preset="fast",
     ),
     "C": Tier(
-        "WRN-28-10 on CIFAR-10, as many epochs as one stretch of GPU time allows",
-        {"data": "packed-cifar10", "epochs": 14, "schedule": "onecycle", "lr": 0.2, "check": 500},
+        "WRN-28-10 on CIFAR-10, 30 epochs, one cycle: as many as one stretch of GPU time allows",
+        {"data": "packed-cifar10", "epochs": 30, "schedule": "onecycle", "lr": 0.2, "check": 500},
         {"at+lipreg 0.008": {"arm": "at+lipreg"}},
         plan=FULL,
     ),

@@ -27,8 +27,8 @@ TIER = Tier(
         "at+lipreg 0.001": {"arm": "at+lipreg", "penalty_weight": 0.001},
     },
     plan=Plan(
-        ("pgd", "cw"), radius=0.031, iterations=30, restarts=5, radii=(1, 2, 3), batch=500,
-        precision="float16", compile=True,
+        ("pgd", "cw"), radius=0.031, iterations=30, restarts=5, radii=(1, 2, 3), batch=250,
+        searches=6, search_steps=100, constant=1.0, precision="float16", compile=True,
     ),
     images=1000, autoattack=0, jacobians=200, preset="paper-imagenet", also=(0.02,),
 )  # fmt: skip
