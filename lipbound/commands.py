@@ -27,7 +27,9 @@ def run(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is already printed
             return 0
         if hasattr(error, "format_message"):
-            raise ValueError(f"{error.format_message()} Try 'lipbound --help'.") from None
+            said = error.format_message().rstrip(".")
+            path = getattr(getattr(error, "ctx", None), "command_path", "lipbound")
+            raise ValueError(f"{said}; try '{path} --help'") from None
         if type(error).__name__ == "Abort":
             raise KeyboardInterrupt from None
         raise

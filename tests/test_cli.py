@@ -47,6 +47,12 @@ def test_errors_are_one_line_and_exit_2(monkeypatch, capsys, arguments):
     assert err.count("\n") == 1
 
 
+def test_a_wrong_word_names_the_help_of_its_command(monkeypatch, capsys):
+    assert "; try 'lipbound --help'\n" in run(monkeypatch, capsys, "audi")[2]
+    for arguments in (["audit"], ["audit", "x", "--bogus"]):
+        assert "; try 'lipbound audit --help'\n" in run(monkeypatch, capsys, *arguments)[2]
+
+
 def test_without_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     code, _, err = run(monkeypatch, capsys, "audit", "demo")
