@@ -299,6 +299,7 @@ def trainings(folder: Path) -> list[str]:
         if cells:
             record = {"experiment": name, "tiny": False, "cells": cells}
             parts.append(module.report(record))
+            write_figure(record, folder)
             if name == "table2":
                 figure = {"experiment": "fig3", "tiny": False, **fig3.from_cells(cells)}
                 write_figure(figure, folder)

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from test_cli import run
 from torch._dynamo.utils import counters
 
-from lipbound.experiments import audits, fig3, table2, trainings
+from lipbound.experiments import audits, fig3, gaps, table2, trainings
+from lipbound.experiments.gaps import difference
 from lipbound.experiments.reproduce import EXPERIMENTS, report, write_figure
-from lipbound.experiments.table2 import difference
 from lipbound.experiments.trainings import work
 from lipbound.records import read
 from lipbound.robust.evaluate import accuracy
@@ -149,10 +149,10 @@ def test_differences_are_of_the_same_images_and_seeds():
 
     at = [cell("at", 0, True, False, False, True), cell("at", 1, True, True, False, False)]
     other = [cell("x", 1, True, True, True, False), cell("x", 2, False, False, False, False)]
-    gap = difference(other, at, "final", table2.COLUMNS["clean"])
+    gap = difference(other, at, "final", gaps.COLUMNS["clean"])
     assert (gap["difference"], gap["seeds"]) == (0.25, [0.25])
     assert gap["low"] < 0.25 < gap["high"]
-    assert difference(other[1:], at, "final", table2.COLUMNS["clean"]) is None
+    assert difference(other[1:], at, "final", gaps.COLUMNS["clean"]) is None
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_differences_are_of_the_same_images_and_seeds():
     ],
 )
 def test_what_a_difference_says_of_the_papers(low, high, seeds, said):
-    assert table2.verdict({"low": low, "high": high, "seeds": seeds}, 0.1) == said
+    assert gaps.verdict({"low": low, "high": high, "seeds": seeds}, 0.1) == said
     turned = {"low": -high, "high": -low, "seeds": [-s for s in seeds]}
-    assert table2.verdict(turned, -0.1) == said
+    assert gaps.verdict(turned, -0.1) == said
 
 
 def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
@@ -183,22 +183,25 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
         epochs = [{"held_out_pgd_accuracy": None, "train_accuracy": 0.5}]
         return {
             "tier": tier, "label": label, "seed": 0, "best": found, "final": found, "device": "cpu",
-            "epochs": epochs, "training_seconds": 1.0, "settings": {"data": f"packed-{data}"},
+            "epochs": epochs, "training_seconds": 1.0,
+            "settings": {"data": f"packed-{data}", "arm": label.split()[0]},
         }  # fmt: skip
 
     cells = [
         cell("B100", "at+lipreg 0.008", 45, "cifar100"), cell("B100", "at", 50, "cifar100"),
-        cell("A", "at+lipreg 0.008", 60, "cifar10"), cell("A", "at", 50, "cifar10"),
+        cell("A", "at decay 2e-3", 70, "cifar10"), cell("A", "at+lipreg 0.008", 60, "cifar10"),
+        cell("A", "at", 50, "cifar10"),
     ]  # fmt: skip
     shown = table2.report({"cells": cells})
     few, full = shown.split("### Tier ")[1:]
     assert few.startswith("A\n")
-    assert "| *the paper's at+lipreg* | -5.6 | +3.1 | +7.0 | +10.4 |" in few
-    assert "| *the paper's at+lipreg* | -3.9 | +1.6 | +3.1 | +4.3 |" in full
+    assert "| *the paper's* | -5.6 | +3.1 | +7.0 | +10.4 |" in few
+    assert "| *the paper's* | -3.9 | +1.6 | +3.1 | +4.3 |" in full
     assert few.index("| at | final") < few.index("| at+lipreg 0.008 | final")
     assert "`at+lipreg 0.008`, clean: the opposite of the paper's direction." in few
     assert "`at+lipreg 0.008`, clean: the paper's direction, and its size." in full
     assert "PGD:" not in few + full, "nothing was attacked"
+    assert "`at decay 2e-3`" not in few, "the paper has no such arm"
 
 
 def test_first_seeds_come_first():

@@ -7,15 +7,12 @@ the paper's. Differences are paired: the same images, the same seeds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from lipbound.experiments import gaps
+from lipbound.experiments.gaps import COLUMNS, PAPER, grouped, paper_gaps, to_at, verdict
 from lipbound.experiments.request import Request
 from lipbound.experiments.trainings import Tier, work
-from lipbound.robust.evaluate import outcomes, paired
 from lipbound.robust.plan import Plan
 
 ON = "CIFAR-10 and CIFAR-100"
@@ -108,27 +105,7 @@ TINY = Tier(
     plan=Plan(("pgd", "cw"), radius=0.1, iterations=5, restarts=1, searches=2, search_steps=10),
     images=30, autoattack=0, jacobians=10, doubts=False, preset="digits",
 )  # fmt: skip
-PAPER = {
-    "cifar10": {
-        "baseline": (0.953, 0.0, 0.002, 0.0), "at": (0.864, 0.426, 0.477, 0.334),
-        "at+pm": (0.788, 0.434, 0.521, 0.419), "at+lipreg": (0.808, 0.457, 0.547, 0.438),
-    },
-    "cifar100": {
-        "baseline": (0.792, 0.0, 0.001, 0.0), "at": (0.591, 0.199, 0.263, 0.183),
-        "at+lipreg": (0.552, 0.215, 0.294, 0.226),
-    },
-}  # fmt: skip
-"""Accuracies of the paper's final networks: clean, PGD, C&W at 0.6 and at 0.8."""
-
 TRIED = "Rows without attacks are of networks that images held out were to choose among.\n"
-Entry = Callable[[dict[str, Any]], dict[str, Any] | None]
-COLUMNS: dict[str, Entry] = {
-    "clean": lambda r: r["clean"],
-    "PGD": lambda r: r.get("pgd"),
-    "C&W 0.6": lambda r: r.get("cw", {}).get("0.6"),
-    "C&W 0.8": lambda r: r.get("cw", {}).get("0.8"),
-    "AutoAttack": lambda r: r.get("autoattack"),
-}
 
 
 def compute(request: Request) -> dict[str, Any]:
@@ -156,9 +133,14 @@ def by_tier(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def figure(record: dict[str, Any], pyplot: Any) -> Any:
+    return gaps.figure(by_tier(record["cells"]), pyplot)
+
+
 def report(record: dict[str, Any]) -> str:
     tiers = {**TIERS, "tiny": TINY}
-    parts = [f"## The robustness table\n\n{_paper()}"]
+    drawn = "![Differences between the arms, with intervals](table2.svg)\n"
+    parts = [f"## The robustness table\n\n{_paper()}\n{drawn}"]
     for name, cells in by_tier(record["cells"]).items():
         parts.append(
             f"### Tier {name}\n\n{tiers[name].says}.\n\n{_table(cells)}\n{_differences(cells)}"
@@ -179,13 +161,6 @@ def _paper() -> str:
     )  # fmt: skip
 
 
-def _grouped(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for cell in cells:
-        groups.setdefault(cell["label"], []).append(cell)
-    return groups
-
-
 def _shown(values: list[float], scale: float = 100, digits: int = 1) -> str:
     if not values:
         return ""
@@ -201,7 +176,7 @@ def _held(cell: dict[str, Any]) -> float | None:
 
 def _table(cells: list[dict[str, Any]]) -> str:
     rows = []
-    for label, group in _grouped(cells).items():
+    for label, group in grouped(cells).items():
         for kind in ("best", "final"):
             columns = [
                 _shown([e["accuracy"] for e in (entry(cell[kind]) for cell in group) if e])
@@ -231,82 +206,28 @@ def _table(cells: list[dict[str, Any]]) -> str:
     )
 
 
-def difference(
-    group: list[dict[str, Any]], other: list[dict[str, Any]], kind: str, entry: Entry
-) -> dict[str, Any] | None:
-    """Image by image over the seeds both have: the mean, its interval, and seed by seed."""
-    seeds = {cell["seed"]: cell for cell in other}
-    gaps: list[Tensor] = []
-    for cell in group:
-        if cell["seed"] in seeds:
-            one, two = entry(cell[kind]), entry(seeds[cell["seed"]][kind])
-            if one is None or two is None:
-                return None
-            gaps.append(outcomes(one).double() - outcomes(two).double())
-    if not gaps:
-        return None
-    mean = torch.stack(gaps).mean(0)
-    return {**paired(mean, torch.zeros_like(mean)), "seeds": [float(g.mean()) for g in gaps]}
-
-
 def _differences(cells: list[dict[str, Any]]) -> str:
-    groups = _grouped(cells)
     lines, said = [], []
-    theirs = _paper_gaps(cells[0])
-    for label, group in groups.items():
-        if label in ("at", "baseline"):
-            continue
-        gaps = [
-            difference(group, groups.get("at", []), "final", entry) for entry in COLUMNS.values()
-        ]
-        if not any(gaps):
-            continue
-        lines.append(f"| {label} | " + " | ".join(_gap(gap) if gap else "" for gap in gaps) + " |")
+    for label, found in to_at(cells).items():
+        theirs = paper_gaps(next(cell for cell in cells if cell["label"] == label))
+        shown = [_gap(found[name]) if name in found else "" for name in COLUMNS]
+        lines.append(f"| {label} | {' | '.join(shown)} |")
+        if theirs:
+            shown = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in COLUMNS]
+            lines.append(f"| *the paper's* | {' | '.join(shown)} |")
         said += [
-            f"- `{label}`, {name}: {verdict(gap, theirs[name])}."
-            for name, gap in zip(COLUMNS, gaps, strict=True)
-            if gap and label.startswith("at+lipreg") and name in theirs
+            f"- `{label}`, {name}: {verdict(found[name], theirs[name])}."
+            for name in found
+            if name in theirs
         ]
     if not lines:
         return ""
-    if theirs:
-        shown = " | ".join(f"{100 * theirs[n]:+.1f}" if n in theirs else "" for n in COLUMNS)
-        lines.append(f"| *the paper's at+lipreg* | {shown} |")
     return (
         "\nFinal networks less `at`'s, in points, with 95 % intervals over images; in brackets "
         f"seed by seed:\n\n| arm | {' | '.join(COLUMNS)} |\n{'| --- ' * (len(COLUMNS) + 1)}|\n"
         + "\n".join(lines) + "\n"
         + ("\nBeside the paper's differences:\n\n" + "\n".join(said) + "\n" if said else "")
     )  # fmt: skip
-
-
-def _paper_gaps(cell: dict[str, Any]) -> dict[str, float]:
-    """Column → the paper's AT+LipReg less its AT, on this cell's data."""
-    rows = PAPER.get(cell["settings"]["data"].removeprefix("packed-"))
-    if rows is None:
-        return {}
-    pairs = zip(rows["at+lipreg"], rows["at"], strict=True)
-    return {name: ours - theirs for name, (ours, theirs) in zip(COLUMNS, pairs, strict=False)}
-
-
-def verdict(gap: dict[str, Any], paper: float) -> str:
-    """What a measured difference says of the paper's.
-
-    It counts only if all seeds agree in its sign.
-
-    Example:
-        >>> verdict({"low": 0.01, "high": 0.03, "seeds": [0.01, 0.03]}, 0.1)
-        "the paper's direction, less than its size"
-    """
-    low, high, seeds = gap["low"], gap["high"], gap["seeds"]
-    within = low <= paper <= high
-    if low <= 0 <= high or min(seeds) * max(seeds) <= 0:
-        known = "cannot be excluded" if within else "lies outside the interval"
-        return f"no difference seen; the paper's {known}"
-    if low * paper < 0:
-        return "the opposite of the paper's direction"
-    size = "less than" if abs(low + high) < 2 * abs(paper) else "more than"
-    return f"the paper's direction, {'and' if within else size} its size"
 
 
 def _gap(gap: dict[str, Any]) -> str:

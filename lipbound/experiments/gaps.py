@@ -1,0 +1,139 @@
+"""Differences between arms of training: image by image, seed by seed, and beside the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipbound.robust.evaluate import outcomes, paired
+
+PAPER = {
+    "cifar10": {
+        "baseline": (0.953, 0.0, 0.002, 0.0), "at": (0.864, 0.426, 0.477, 0.334),
+        "at+pm": (0.788, 0.434, 0.521, 0.419), "at+lipreg": (0.808, 0.457, 0.547, 0.438),
+    },
+    "cifar100": {
+        "baseline": (0.792, 0.0, 0.001, 0.0), "at": (0.591, 0.199, 0.263, 0.183),
+        "at+lipreg": (0.552, 0.215, 0.294, 0.226),
+    },
+}  # fmt: skip
+"""Accuracies of the paper's final networks: clean, PGD, C&W at 0.6 and at 0.8."""
+
+
+Entry = Callable[[dict[str, Any]], dict[str, Any] | None]
+COLUMNS: dict[str, Entry] = {
+    "clean": lambda r: r["clean"],
+    "PGD": lambda r: r.get("pgd"),
+    "C&W 0.6": lambda r: r.get("cw", {}).get("0.6"),
+    "C&W 0.8": lambda r: r.get("cw", {}).get("0.8"),
+    "AutoAttack": lambda r: r.get("autoattack"),
+}
+
+
+def grouped(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault(cell["label"], []).append(cell)
+    return groups
+
+
+def difference(
+    group: list[dict[str, Any]], other: list[dict[str, Any]], kind: str, entry: Entry
+) -> dict[str, Any] | None:
+    """Image by image over the seeds both have: the mean, its interval, and seed by seed."""
+    seeds = {cell["seed"]: cell for cell in other}
+    gaps: list[Tensor] = []
+    for cell in group:
+        if cell["seed"] in seeds:
+            one, two = entry(cell[kind]), entry(seeds[cell["seed"]][kind])
+            if one is None or two is None:
+                return None
+            gaps.append(outcomes(one).double() - outcomes(two).double())
+    if not gaps:
+        return None
+    mean = torch.stack(gaps).mean(0)
+    return {**paired(mean, torch.zeros_like(mean)), "seeds": [float(g.mean()) for g in gaps]}
+
+
+def to_at(cells: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Arm → column → its final networks less those of ``at``, where both were attacked."""
+    groups = grouped(cells)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for label, group in groups.items():
+        if label in ("at", "baseline"):
+            continue
+        for name, entry in COLUMNS.items():
+            gap = difference(group, groups.get("at", []), "final", entry)
+            if gap is not None:
+                found.setdefault(label, {})[name] = gap
+    return found
+
+
+def paper_gaps(cell: dict[str, Any]) -> dict[str, float]:
+    """Column → the paper's difference from its AT, of this cell's arm and data."""
+    rows = PAPER.get(cell["settings"]["data"].removeprefix("packed-"), {})
+    arm = cell["settings"]["arm"]
+    if arm not in rows or arm == "at":
+        return {}
+    pairs = zip(rows[arm], rows["at"], strict=True)
+    return {name: ours - theirs for name, (ours, theirs) in zip(COLUMNS, pairs, strict=False)}
+
+
+def verdict(gap: dict[str, Any], paper: float) -> str:
+    """What a measured difference says of the paper's.
+
+    It counts only if all seeds agree in its sign.
+
+    Example:
+        >>> verdict({"low": 0.01, "high": 0.03, "seeds": [0.01, 0.03]}, 0.1)
+        "the paper's direction, less than its size"
+    """
+    low, high, seeds = gap["low"], gap["high"], gap["seeds"]
+    within = low <= paper <= high
+    if low <= 0 <= high or min(seeds) * max(seeds) <= 0:
+        known = "cannot be excluded" if within else "lies outside the interval"
+        return f"no difference seen; the paper's {known}"
+    if low * paper < 0:
+        return "the opposite of the paper's direction"
+    size = "less than" if abs(low + high) < 2 * abs(paper) else "more than"
+    return f"the paper's direction, {'and' if within else size} its size"
+
+
+def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
+    """Tier by tier, with intervals; the paper's hollow."""
+    tiers = {name: cells for name, cells in tiers.items() if to_at(cells)}
+    count = max(1, len(tiers))
+    made, axes = pyplot.subplots(
+        count, 1, figsize=(7.2, 2.7 * count), layout="constrained", squeeze=False, sharex=True
+    )
+    labels = [*dict.fromkeys(label for cells in tiers.values() for label in to_at(cells))]
+    for axis, (tier, cells) in zip(axes[:, 0], tiers.items(), strict=False):
+        found = to_at(cells)
+        axis.axvline(0, color="#888888", lw=0.8)
+        for place, (label, gaps) in enumerate(found.items()):
+            color = f"C{labels.index(label) % 10}"
+            shift = 0.7 * ((place + 0.5) / len(found) - 0.5)
+            rows = [list(COLUMNS).index(name) + shift for name in gaps]
+            middles = [100 * gap["difference"] for gap in gaps.values()]
+            reach = [100 * (gap["high"] - gap["difference"]) for gap in gaps.values()]
+            seeds = max(len(gap["seeds"]) for gap in gaps.values())
+            name = f"{label}, {seeds} seed{'s' if seeds > 1 else ''}"
+            axis.errorbar(middles, rows, xerr=reach, fmt="o", ms=4, color=color, label=name)
+            theirs = paper_gaps(next(cell for cell in cells if cell["label"] == label))
+            rows = [list(COLUMNS).index(name) + shift for name in theirs]
+            axis.plot(
+                [100 * gap for gap in theirs.values()], rows, "D", ms=5, mfc="none", color=color,
+                label=f"{label}, the paper's" if theirs else None,
+            )  # fmt: skip
+        axis.set_yticks(range(len(COLUMNS)), labels=[*COLUMNS])
+        axis.set_ylim(len(COLUMNS) - 0.5, -0.5)
+        axis.set_title(f"tier {tier}: final networks less at's", loc="left", fontsize=10)
+        axis.grid(axis="x", color="#e8e8e8")
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+        axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[-1, 0].set_xlabel("accuracy, points")
+    return made
