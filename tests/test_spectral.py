@@ -409,6 +409,56 @@ def test_no_cell_is_lost_between_turns(monkeypatch, seed, raised):
     np.testing.assert_array_equal(values, value[at])
 
 
+@pytest.mark.parametrize("excess", [1e3, 1e8, 1e100])
+def test_one_value_far_above_the_others_is_found(excess):
+    """Chebyshev's polynomials overflow there."""
+    left = torch.randn(60, dtype=torch.complex128)
+    left /= torch.linalg.vector_norm(left)
+    others = torch.randn(60, 60, dtype=torch.complex128) / 20
+    gaps = torch.eye(60) - others @ others.mH - excess * torch.outer(left, left.conj())
+    start = torch.ones(1, 60, dtype=torch.complex128) / 60**0.5
+    least, found = bottom_eigenpairs(gaps[None].clone(), start, 48)
+    assert 1 - least[0] == pytest.approx(excess, rel=1e-2)
+    assert abs(complex(found[0].conj() @ left)) == pytest.approx(1, abs=1e-2)
+
+
+def test_a_scale_far_too_small_costs_no_bound(monkeypatch):
+    made = Field.__init__
+
+    def small(self, taps):
+        made(self, taps)
+        self.usual = self.usual * 1e-30
+
+    monkeypatch.setattr(Field, "__init__", small)
+    kernel = torch.ones(60, 60, requires_grad=True)
+    found = bracket(kernel)
+    assert 59.99 < found.lower <= 60 <= found.upper <= 60.07
+    bound(kernel).backward()
+    assert bool(kernel.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("rows", [1, 20, 60])
+def test_groups_with_scales_hardly_in_one_range(rows):
+    kernel = torch.randn(2 * rows, rows, 3, 3, dtype=torch.float64)
+    kernel[:rows] *= 1e-157
+    found, alone = bracket(kernel, groups=2), bracket(kernel[rows:])
+    assert found.upper == pytest.approx(alone.upper, rel=2e-3)
+    assert found.lower == pytest.approx(alone.lower, rel=2e-3)
+
+
+def test_subnormal_entries_are_not_taken_for_zeros():
+    kernel = torch.full((1, 1, 3, 3), 1e-40)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        with pytest.raises(ValueError, match="set_flush_denormal"):
+            bracket(kernel)
+        assert bracket(torch.ones(1, 1, 3, 3)).upper >= 9
+    finally:
+        torch.set_flush_denormal(False)
+    assert bracket(kernel).lower > 8.9e-40
+
+
 @given(st.integers(1, 30), st.integers(0, 2**31))
 def test_lanczos_never_exceeds_the_top(size, seed):
     draw = torch.Generator().manual_seed(seed)
@@ -480,3 +530,11 @@ def test_factors_in_place_are_lapacks(kind):
         np.testing.assert_array_equal(np.tril(matrices[i], -1), np.tril(stored[i], -1))
     with pytest.raises(ValueError, match="do not lie in one piece"):
         factor(stored.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("kind", [np.complex64, np.complex128])
+@pytest.mark.parametrize("place", [(0, 0), (3, 24), (49, 49)])
+def test_what_is_no_number_has_no_factor(kind, place):
+    matrices = np.stack([np.eye(50, dtype=kind)] * 2)
+    matrices[0][place] = np.nan
+    assert factor(matrices).tolist() == [False, True]

@@ -25,7 +25,7 @@ from lipbound.bounds.field import Field, Floats, Integers, indices
 from lipbound.bounds.rounding import UNIT
 
 SMALLEST = 2.0**-28  # of the first cells' size: below it, division is pointless
-SLACK = 1e-13  # angle that centres may be off by rounding: 2π·d·30 additions, and more
+SLACK = 1e-13  # angle by degree that centres may be off: the rounding of 30 additions below 2π
 
 
 @dataclass
@@ -110,6 +110,8 @@ class Cover:
         """Each cell into ``parts``^D of 1/parts the size; None where that is pointless."""
         if not self.active or cells.scale.min() < SMALLEST:
             return None
+        if parts.min() < 1:
+            raise ValueError(f"a cell in {parts.min()} parts would be lost; give at least 1")
         parent, offset, scale, own = [], [], [], []
         for count in np.unique(parts).tolist():
             chosen = (parts == count).nonzero()[0]
@@ -148,7 +150,7 @@ class Cover:
         return self.moves[count]
 
     def _angles(self, scale: Floats) -> Floats:
-        return (self.angle * scale + SLACK * bool(self.active)) * (1 + 8 * UNIT)
+        return (self.angle * scale + SLACK * sum(self.spread)) * (1 + 8 * UNIT)
 
 
 def random_vectors(count: int, field: Field) -> Tensor:

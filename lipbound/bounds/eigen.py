@@ -75,9 +75,15 @@ def bottom_eigenpairs(
         columns.append(torch.baddbmm(columns[-2], turned, columns[-1], beta=-1, alpha=2))
     basis = torch.cat(columns, -1)  # (P, n, steps)
     both = basis.mH @ torch.cat([basis, turned @ basis], -1)
-    overlap, action = np.split(both.cpu().numpy(), 2, axis=-1)
+    small = both.cpu().numpy()
+    fine = np.isfinite(small).all((1, 2))
+    overlap, action = np.split(np.where(fine[:, None, None], small, 0), 2, axis=-1)
     values, chosen = greatest(overlap, action)
     vectors = (basis @ torch.from_numpy(chosen).to(gaps.device)[..., None])[..., 0]
+    if not fine.all():  # far from [0, 1]: the polynomials overflow, where Lanczos' vectors do not
+        others = torch.from_numpy((~fine).nonzero()[0]).to(gaps.device)
+        top, vectors[others] = top_eigenpairs(turned[others], start[others], steps)
+        values[~fine] = top.cpu().numpy()
     return (1 - values) / 2, vectors
 
 

@@ -74,7 +74,8 @@ class Field:
         self.size, energy = torch.stack(norms).cpu().numpy()
         # λ1 of a random symbol with this energy (Marchenko and Pastur): the scale to begin with.
         edge = (1 + math.sqrt(self.rows / self.columns)) ** 2
-        self.usual = np.where(energy > 0, edge * energy**2 / self.rows, 1.0)
+        usual = edge * energy**2 / self.rows
+        self.usual = np.where(usual > 1e-290, usual, 1.0)  # its reciprocal is a number
         angles = symbol_error([2 * m for m in self.sizes]) * 4
         length = self.columns * len(self.positions) + 2 * len(self.lags)
         length += self.columns * self.rows + 64

@@ -103,7 +103,8 @@ class Peak:
         self, block: Integers, frequency: Floats, left: Tensor, lower: Floats, steps: int
     ) -> Tensor:
         """Top left singular vectors of F, from vectors close to them."""
-        gaps = self.field.gap(block, frequency, 1 / np.maximum(lower**2, 1e-300))
+        level = np.where(lower > 0, np.maximum(lower**2, 1e-290), self.field.usual[block])
+        gaps = self.field.gap(block, frequency, 1 / level)
         if steps > MANY or (steps == MANY and self.rtol < 1e-6):
             return top_eigenpairs(gaps.neg_(), left, steps)[1]
         return bottom_eigenpairs(gaps, left, steps)[1]

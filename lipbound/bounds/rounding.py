@@ -14,6 +14,7 @@ The guarantee speaks of the real-arithmetic layer with exactly these weights.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -112,10 +113,27 @@ class Scaled:
 
 
 def double(tensor: Tensor) -> Tensor:
-    """To float64; on a device that has none, by way of the CPU."""
+    """To float64, exactly; on a device that has none, by way of the CPU.
+
+    Raises:
+        ValueError: If the processor would take subnormal entries for zeros.
+    """
     if tensor.device.type == "mps":
         tensor = tensor.cpu()
+    if sys.float_info.min / 2 == 0 and bool(_subnormal(tensor.detach()).any()):
+        raise ValueError(
+            "the kernel has subnormal entries, which this process flushes to zero; call "
+            "torch.set_flush_denormal(False) first"
+        )
     return tensor.to(torch.float64)
+
+
+def _subnormal(tensor: Tensor) -> Tensor:
+    """By their bits: a processor that flushes them finds them equal to zero."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    least = torch.tensor(torch.finfo(tensor.dtype).tiny, dtype=tensor.dtype).view(kind).item()
+    size = tensor.contiguous().view(kind) & torch.iinfo(kind).max
+    return (size > 0) & (size < least)
 
 
 def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -153,7 +153,8 @@ class Search:
         axes = sum(m > 1 for m in self.field.sizes)
         most, share = (8, 0.7) if self.field.rows >= WIDE and self.triangular else (6, 0.9)
         most = most if axes < 3 else 3
-        parts = np.clip(np.ceil(cells.angle / (share * enough)), 2, most).astype(np.int64)
+        parts = np.nan_to_num(np.ceil(cells.angle / (share * enough)), nan=most)
+        parts = np.clip(parts, 2, most).astype(np.int64)
         return parts if (parts**axes).sum() <= self.limit else np.full_like(parts, 2)
 
     def _target(self) -> Floats:
@@ -281,7 +282,7 @@ class Search:
             block, scale = cells.block[part], 1 / field.usual[cells.block[part]]
             gaps = field.gap(block, cells.frequency[part], scale)
             least, cells.left[part] = bottom_eigenpairs(gaps, cells.left[part], steps)
-            value[part] = (1 - least) / scale
+            value[part] = np.nan_to_num((1 - least) / scale, nan=0.0)  # an estimate, or none
         self.peak.count(cells.block)
         return value
 
