@@ -228,6 +228,75 @@ def test_a_gradient_of_no_number_stays_one(trained):
     assert bool(found[1].isfinite().all())
 
 
+class Inner(nn.Module):
+    """The same function, with activations and derivatives that leave float16."""
+
+    def __init__(self, inner, factor):
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x):
+        return self.inner(x * self.factor / self.factor) * self.factor / self.factor
+
+
+@pytest.mark.parametrize("factor", [1e6, 1e-9])
+def test_where_half_precision_fails_the_search_is_finer(trained, factor):
+    model, images, labels, _ = trained
+    network = Inner(model, factor).eval()
+    plan = Plan(("pgd",), radius=0.1, iterations=20, restarts=1, precision="float16")
+    said = []
+    found = evaluate(
+        network, images, labels, plan, curves=False, doubts=False, progress=said.append
+    )
+    plain = evaluate(model, images, labels, replace(plan, precision="float32"), curves=False,
+                     doubts=False)  # fmt: skip
+    assert found["precision"] == "tf32"
+    assert "float16 loses this network's gradients: tf32" in said
+    assert int((outcomes(found["pgd"]) ^ outcomes(plain["pgd"])).sum()) <= 2
+
+
+def test_an_image_right_by_less_than_half_precision_is_not_robust():
+    """Wrong in the search, right in float32: its smallest perturbation is not none."""
+    weight = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(200, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    along = (weight[1] - weight[0]).reshape(1, 4, 4)
+    gaps = (images * along).flatten(1).sum(1) / along.square().sum()
+    images = (images - (gaps + 1e-6)[:, None, None, None] * along).clamp(0, 1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2, bias=False)).eval()
+    model[1].weight.data = weight
+    with torch.no_grad():
+        near = model(images).diff(dim=1)[:, 0].abs() < 1e-4
+    images = images[near]
+    with torch.no_grad():
+        labels = model(images).argmax(1)
+    plan = Plan(("cw",), searches=3, search_steps=40, constant=1.0, precision="float16")
+    found = evaluate(model, images, labels, plan, doubts=False)
+    assert len(images) > 20
+    assert found["cw"]["0.6"]["accuracy"] == 0
+    assert found["cw"]["not_reproduced"] == 0
+
+
+def test_a_weak_attack_is_doubted(trained):
+    model, images, labels, _ = trained
+    found = evaluate(model, images, labels, Plan(radius=RADIUS, iterations=1, restarts=1))
+    assert any("than pgd" in said for said in found["doubts"])
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
+def test_the_curve_ends_where_the_attack_does(precision):
+    """An image that is broken, but by less than a search in half precision goes on to."""
+    images, labels = torch.tensor([[[[0.5, 0.45]]], [[[0.9, 0.1]]]]), torch.tensor([0, 0])
+    plan = Plan(("pgd",), radius=0.03, iterations=20, restarts=1, precision=precision)
+    found = evaluate(nn.Flatten().eval(), images, labels, plan, curves=False, doubts=False)["pgd"]
+    assert found["against_iterations"]["20"] == found["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("step", [0.0, -0.2, math.nan, math.inf])
+def test_a_step_leads_somewhere(step):
+    with pytest.raises(ValueError, match="step"):
+        Plan(step=step)
+
+
 class Boastful(nn.Module):
     """Gives way in half precision to what float32 withstands."""
 

@@ -143,6 +143,32 @@ def test_a_training_that_was_stopped_is_no_cell(monkeypatch, tmp_path, reason):
     assert not (tmp_path / "cells.jsonl").exists()
 
 
+def test_intervals_count_seeds_that_disagree():
+    def cells(*shares):
+        return [
+            {"seed": seed, "final": {"clean": accuracy(torch.arange(1000) % 1000 < right)}}
+            for seed, right in enumerate(shares)
+        ]
+
+    column, none = gaps.COLUMNS["clean"], cells(500, 500, 500)
+    agree = difference(cells(550, 550, 550), none, "final", column)
+    differ = difference(cells(450, 550, 650), none, "final", column)
+    one = difference(cells(550), none, "final", column)
+    assert agree["difference"] == pytest.approx(differ["difference"]) == pytest.approx(0.05)
+    assert differ["high"] - differ["low"] > 3 * (agree["high"] - agree["low"])
+    assert differ["high"] - differ["low"] == pytest.approx(2 * 1.96 * 0.1 / 3**0.5, rel=0.1)
+    assert one["high"] == pytest.approx(agree["high"])
+    assert gaps.verdict(one, 0.03) == "one seed, no verdict"
+
+
+def test_a_record_of_other_settings_is_not_taken_for_the_tiers(tmp_path):
+    tier = replace(TINY, arms={"at": {"arm": "at"}})
+    work("tiny", tier, tmp_path, device="cpu")
+    assert len(work("tiny", tier, tmp_path, device="cpu")) == 1
+    with pytest.raises(ValueError, match="with other settings"):
+        work("tiny", replace(tier, arms={"at": {"arm": "at", "lr": 0.01}}), tmp_path, device="cpu")
+
+
 def test_differences_are_of_the_same_images_and_seeds():
     def cell(label, seed, *right):
         return {"label": label, "seed": seed, "final": {"clean": accuracy(torch.tensor(right))}}
@@ -174,7 +200,7 @@ def test_what_a_difference_says_of_the_papers(low, high, seeds, said):
 
 
 def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
-    def cell(tier, label, right, data):
+    def cell(tier, label, right, data, seed):
         found = {
             "clean": accuracy(torch.arange(100) < right),
             "log10_lipschitz": {"upper": 3.0},
@@ -182,26 +208,29 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
         }
         epochs = [{"held_out_pgd_accuracy": None, "train_accuracy": 0.5}]
         return {
-            "tier": tier, "label": label, "seed": 0, "best": found, "final": found, "device": "cpu",
-            "epochs": epochs, "training_seconds": 1.0,
-            "settings": {"data": f"packed-{data}", "arm": label.split()[0]},
+            "tier": tier, "label": label, "seed": seed, "best": found, "final": found,
+            "device": "cpu", "epochs": epochs, "training_seconds": 1.0,
+            "settings": {"data": f"packed-{data}", "arm": label.split()[0],
+                         "penalty_weight": float(label.split()[1]) if "+" in label else 0.008},
         }  # fmt: skip
 
-    cells = [
-        cell("B100", "at+lipreg 0.008", 45, "cifar100"), cell("B100", "at", 50, "cifar100"),
-        cell("A", "at decay 2e-3", 70, "cifar10"), cell("A", "at+lipreg 0.008", 60, "cifar10"),
-        cell("A", "at", 50, "cifar10"),
+    wanted = [
+        ("B100", "at+lipreg 0.008", 45, "cifar100"), ("B100", "at", 50, "cifar100"),
+        ("A", "at decay 2e-3", 70, "cifar10"), ("A", "at+lipreg 0.008", 60, "cifar10"),
+        ("A", "at+lipreg 0.1", 60, "cifar10"), ("A", "at", 50, "cifar10"),
     ]  # fmt: skip
+    cells = [cell(*each, seed) for each in wanted for seed in (0, 1)]
     shown = table2.report({"cells": cells})
     few, full = shown.split("### Tier ")[1:]
     assert few.startswith("A\n")
-    assert "| *the paper's* | -5.6 | +3.1 | +7.0 | +10.4 |" in few
-    assert "| *the paper's* | -3.9 | +1.6 | +3.1 | +4.3 |" in full
+    assert "| *the paper's* | -5.6 | +3.1 | +7.0 | +10.4 |  | |" in few
+    assert "| *the paper's* | -3.9 | +1.6 | +3.1 | +4.3 |  | |" in full
     assert few.index("| at | final") < few.index("| at+lipreg 0.008 | final")
     assert "`at+lipreg 0.008`, clean: the opposite of the paper's direction." in few
     assert "`at+lipreg 0.008`, clean: the paper's direction, and its size." in full
     assert "PGD:" not in few + full, "nothing was attacked"
     assert "`at decay 2e-3`" not in few, "the paper has no such arm"
+    assert "`at+lipreg 0.1`" not in few, "nor such a weight"
 
 
 def test_first_seeds_come_first():

@@ -20,7 +20,7 @@ from lipbound import files
 from lipbound.experiments import kills
 from lipbound.records import append, read
 from lipbound.robust import checkpoints
-from lipbound.robust.folder import lock
+from lipbound.robust.folder import RunFolder, lock
 from lipbound.robust.run import Run
 from lipbound.robust.train import train
 
@@ -335,7 +335,6 @@ def test_a_process_forked_off_holds_no_lock(tmp_path):
 
 
 def test_the_second_of_two_runs_refuses(tmp_path, monkeypatch, capsys):
-    from lipbound.robust.folder import RunFolder
 
     with RunFolder(tmp_path / "run"):
         out = ["--epochs", "1", "--device", "cpu", "--out", str(tmp_path / "run"), "--resume"]
@@ -366,3 +365,13 @@ def test_a_checkpoint_of_every_step_is_whole_however_it_ends(tmp_path):
     newest.write_bytes(newest.read_bytes()[:-1])
     tensors, about, wrong = folder.newest()
     assert (about["step"], tensors["a"].tolist(), len(wrong)) == (1, [1.0] * 3, 1)
+
+
+def test_a_check_that_is_made_again_is_recorded_once(tmp_path):
+    with RunFolder(tmp_path / "run", True) as folder:
+        for step in (5, 10):
+            folder.record({"step": step})
+        folder.cut_records(10)
+        assert [r["step"] for r in read(folder.records)] == [5, 10]
+        folder.cut_records(10, due=True)
+        assert [r["step"] for r in read(folder.records)] == [5]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipbound.robust.evaluate import outcomes, paired
+from lipbound.robust.evaluate import outcomes
 
 PAPER = {
     "cifar10": {
@@ -21,6 +23,7 @@ PAPER = {
     },
 }  # fmt: skip
 """Accuracies of the paper's final networks: clean, PGD, C&W at 0.6 and at 0.8."""
+WEIGHT = 0.008  # their λ2
 
 
 Entry = Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -43,7 +46,11 @@ def grouped(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def difference(
     group: list[dict[str, Any]], other: list[dict[str, Any]], kind: str, entry: Entry
 ) -> dict[str, Any] | None:
-    """Image by image over the seeds both have: the mean, its interval, and seed by seed."""
+    """Image by image over the seeds both have: the mean, its interval, and seed by seed.
+
+    The interval counts images and seeds as drawn at random: the variance of the images' means and
+    that of the seeds' means, less what is in both. Of one seed it counts the images alone.
+    """
     seeds = {cell["seed"]: cell for cell in other}
     gaps: list[Tensor] = []
     for cell in group:
@@ -54,8 +61,39 @@ def difference(
             gaps.append(outcomes(one).double() - outcomes(two).double())
     if not gaps:
         return None
-    mean = torch.stack(gaps).mean(0)
-    return {**paired(mean, torch.zeros_like(mean)), "seeds": [float(g.mean()) for g in gaps]}
+    table = torch.stack(gaps)  # (seeds, images)
+    middle, by_image, by_seed = float(table.mean()), table.mean(0), table.mean(1)
+    variance = alone = _of_mean(by_image)
+    if len(gaps) > 1:
+        variance = max(alone, alone + _of_mean(by_seed) - _of_mean(table.flatten()))
+    reach = 1.96 * math.sqrt(variance)
+    return {
+        "difference": middle, "low": middle - reach, "high": middle + reach,
+        "seeds": by_seed.tolist(),
+    }  # fmt: skip
+
+
+def _of_mean(values: Tensor) -> float:
+    """The variance of their mean."""
+    return float(values.var(correction=1)) / len(values)
+
+
+def held(cell: dict[str, Any]) -> float | None:
+    """Accuracy under PGD on images kept aside, over the last five epochs.
+
+    Which images these are depends on the seed: to be compared seed by seed.
+    """
+    values = [epoch["held_out_pgd_accuracy"] for epoch in cell["epochs"][-5:]]
+    return statistics.fmean(values) if None not in values else None
+
+
+def held_to_at(cells: list[dict[str, Any]], label: str) -> float | None:
+    """Its mean difference from ``at``'s, over the seeds both have."""
+    groups = {name: {c["seed"]: held(c) for c in own} for name, own in grouped(cells).items()}
+    mine, other = groups[label], groups.get("at", {})
+    pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
+    gaps = [one - two for one, two in pairs if one is not None and two is not None]
+    return statistics.fmean(gaps) if gaps else None
 
 
 def to_at(cells: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -73,10 +111,10 @@ def to_at(cells: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def paper_gaps(cell: dict[str, Any]) -> dict[str, float]:
-    """Column → the paper's difference from its AT, of this cell's arm and data."""
+    """Column → the paper's difference from its AT, of this cell's arm, λ2 and data."""
     rows = PAPER.get(cell["settings"]["data"].removeprefix("packed-"), {})
-    arm = cell["settings"]["arm"]
-    if arm not in rows or arm == "at":
+    arm, weight = cell["settings"]["arm"], cell["settings"]["penalty_weight"]
+    if arm not in rows or arm == "at" or weight != WEIGHT:
         return {}
     pairs = zip(rows[arm], rows["at"], strict=True)
     return {name: ours - theirs for name, (ours, theirs) in zip(COLUMNS, pairs, strict=False)}
@@ -92,6 +130,8 @@ def verdict(gap: dict[str, Any], paper: float) -> str:
         "the paper's direction, less than its size"
     """
     low, high, seeds = gap["low"], gap["high"], gap["seeds"]
+    if len(seeds) < 2:
+        return "one seed, no verdict"
     within = low <= paper <= high
     if low <= 0 <= high or min(seeds) * max(seeds) <= 0:
         known = "cannot be excluded" if within else "lies outside the interval"

@@ -116,6 +116,15 @@ def work(
         before = latest(read(path)).get((name, label, seed))
         attacked = label not in tier.tried
         done = before is not None and not (attacked and "pgd" not in before["final"])
+        if (
+            done
+            and before is not None
+            and not _same(before["settings"], tier.settings(label, seed))
+        ):
+            raise ValueError(
+                f"{str(path)!r} has tier {name}, {label}, seed {seed} with other settings; give "
+                f"another --out"
+            )
         if done or (only and label not in only):
             continue
         left = None if end is None else end - time.monotonic()
@@ -136,6 +145,12 @@ def work(
                 break
             append(path, {"tier": name, "label": label, "seed": seed, **record})
     return [r for r in latest(read(path)).values() if r["tier"] == name]
+
+
+def _same(stored: dict[str, Any], chosen: Settings) -> bool:
+    """Whether settings are those of a record, which may be of a time with fewer of them."""
+    now = as_dict(chosen)
+    return all(now.get(name) == value for name, value in stored.items())
 
 
 def latest(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -226,7 +241,10 @@ def _looked_at(
 ) -> dict[str, Any]:  # fmt: skip
     """What :func:`assess` says; from ``path`` if it has said so before of the same file."""
     file = hashlib.sha256(network.path.read_bytes()).hexdigest()
-    asked = [network.path.name, file, len(images[1]), vars(plan), curves, doubts, options]
+    pixels = hashlib.sha256(images[0].contiguous().numpy().tobytes()).hexdigest()
+    made = provenance(str(device))
+    asked = [network.path.name, file, pixels, vars(plan), curves, doubts, options]
+    asked += [made[name] for name in ("device", "torch", "lipbound")]
     asked = json.loads(json.dumps(asked))  # as it is read again
     for record in read(path):
         if record["asked"] == asked:

@@ -47,7 +47,8 @@ class Found:
         images: The adversarial image: a misclassified one, or that of the largest loss.
         broken: Whether it is misclassified.
         norms: Norm of its perturbation; of a minimum-norm attack ∞ where none was found.
-        iteration: After how many steps of its first restart it was broken; −1 if not by then.
+        iteration: After how many steps of its first restart it was wrong, by however little in the
+            search's precision; −1 if not by then.
     """
 
     images: Tensor

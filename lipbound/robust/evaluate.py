@@ -91,9 +91,9 @@ def evaluate(
         progress: Is told what is being done.
 
     Returns:
-        A record: ``clean``, every attack's ``accuracy`` and ``interval`` (PGD also against the
-        number of iterations), ``certified``, ``jacobian_norms``, ``doubts`` (sentences; empty is
-        good) and what the doubts rest on.
+        A record: the ``precision`` that was searched in, ``clean``, every attack's ``accuracy`` and
+        ``interval`` (PGD also against the number of iterations), ``certified``,
+        ``jacobian_norms``, ``doubts`` (sentences; empty is good) and what the doubts rest on.
 
     Raises:
         ValueError: If the inputs cannot be attacked: pixels outside [0, 1], labels out of range,
@@ -101,9 +101,12 @@ def evaluate(
     """
     plan = plan or Plan()
     with engine(model, images, plan) as ready:
+        record: dict[str, Any] = {"precision": ready.plan.precision}
+        if ready.plan.precision != plan.precision:
+            progress(f"{plan.precision} loses this network's gradients: {ready.plan.precision}")
         logits = check(model, images, labels, plan.batch)
         right = logits.argmax(1) == labels
-        record: dict[str, Any] = {"clean": accuracy(right)}
+        record["clean"] = accuracy(right)
         found: dict[str, Found] = {}
         for name in dict.fromkeys(plan.attacks):
             progress(name)

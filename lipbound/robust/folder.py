@@ -103,10 +103,13 @@ class RunFolder:
                 rest.unlink(missing_ok=True)
         return self.checkpoints.newest(settings)
 
-    def cut_records(self, step: int) -> None:
-        """Drop records of steps that will be done again, and a line that a kill cut off."""
+    def cut_records(self, step: int, due: bool = False) -> None:
+        """Drop records that will be made again, this step's too if it is ``due``.
+
+        A line that a kill cut off goes with them.
+        """
         if self.writes and self.records.exists():
-            kept = [r for r in read(self.records) if r.get("step", 0) <= step]
+            kept = [r for r in read(self.records) if r.get("step", 0) <= step - due]
             rewrite(self.records, kept)
 
     def record(self, record: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from lipbound.robust.attacks import LOSSES, Found, Logits, autoattack, perturbat
 from lipbound.robust.balls import BALLS
 from lipbound.robust.freeze import frozen
 from lipbound.robust.replay import Replay
-from lipbound.robust.rough import Rough
+from lipbound.robust.rough import Rough, faithful
 from lipbound.robust.smallest import carlini_wagner
 from lipbound.robust.strongest import strongest_pgd
 from lipbound.robust.verify import tf32, verified
@@ -27,6 +27,7 @@ SLACK = {"float32": 0.0, "tf32": 0.0, "float16": 0.02, "bfloat16": 0.1}
 Whatever the search computes in, what it found is looked at once more in float32.
 """
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+LOOKED_AT = 64  # images by which half precision is judged
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Plan:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
         for name, radius in (
-            ("radius", self.radius), ("constant", self.constant),
+            ("radius", self.radius), ("step", self.step), ("constant", self.constant),
             *(("radii", r) for r in self.radii),
         ):  # fmt: skip
             if not 0 < radius < math.inf:
@@ -131,12 +132,19 @@ class Engine:
 
 @contextmanager
 def engine(model: nn.Module, images: Tensor, plan: Plan) -> Iterator[Engine]:
-    """The network made ready for a plan's searches on these images."""
+    """The network made ready for a plan's searches on these images.
+
+    Half precision is given up for tf32 where its gradients are not the network's.
+    """
     logits: Logits = torch.compile(model, dynamic=False) if plan.compile else model
     replay = Replay() if plan.graphs and images.is_cuda else None
     before = torch.backends.cudnn.benchmark
-    with frozen(model), tuned(before or replay is not None):  # one shape, many times
-        yield Engine(model, logits, replay, plan)
+    half = HALVES.get(plan.precision)
+    with frozen(model):
+        if half is not None and not faithful(model, images[:LOOKED_AT], half):
+            plan = replace(plan, precision="tf32")
+        with tuned(before or replay is not None):  # one shape, many times
+            yield Engine(model, logits, replay, plan)
 
 
 @contextmanager
@@ -176,12 +184,12 @@ def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
     found: Found | None = None
     for radius in sorted(on.plan.radii, reverse=True):
         new = strongest(on, images, labels, radius, ball="l2", loss="margin", decay=False)
-        keep = new.broken.reshape(-1, 1, 1, 1)
+        broken = verified(on.model, new.images, labels, on.plan.batch)
         found = new if found is None else Found(
-            torch.where(keep, new.images, found.images),
-            new.broken | found.broken,
-            torch.where(new.broken, new.norms, found.norms),
-            torch.where(new.broken, new.iteration, found.iteration),
+            torch.where(broken.reshape(-1, 1, 1, 1), new.images, found.images),
+            broken | found.broken,
+            torch.where(broken, new.norms, found.norms),
+            torch.where(broken, new.iteration, found.iteration),
         )  # fmt: skip
     assert found is not None
     return found
@@ -207,7 +215,20 @@ def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
             (first, found.iteration),
         ):  # fmt: skip
             whole[who] = part[: len(who)]
-    return pushed(on.model, images, labels, Found(kept, broken, norms, first), plan.batch)
+    found = pushed(on.model, images, labels, Found(kept, broken, norms, first), plan.batch)
+    lost = found.broken & ~verified(on.model, found.images, labels, plan.batch)
+    if plan.fine == "float32" or not bool(lost.any()):
+        return found
+    # Mistakes in the search's precision alone, the least robust of all: once more in float32.
+    which = lost.nonzero()[:, 0]
+    for who in which.split(plan.batch):
+        closer = carlini_wagner(
+            on.model, images[who], labels[who], steps=plan.search_steps, searches=plan.searches,
+            constant=plan.constant,
+        )  # fmt: skip
+        for whole, part in zip(vars(found).values(), vars(closer).values(), strict=True):
+            whole[who] = part
+    return pushed(on.model, images, labels, found, plan.batch)
 
 
 def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch: int) -> Found:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipbound.robust.attacks import Logits
+from lipbound.robust.attacks import Logits, ascent, margin
 
 LIFT = 5  # gradients at the logits are brought to about 2^LIFT: room for layers on both sides
 
@@ -42,6 +42,24 @@ class Rough(nn.Module):
         with torch.autocast(images.device.type, self.dtype):
             scores = self.logits(images)
         return _Lifted.apply(scores.float(), sizes)
+
+
+@torch.no_grad()
+def faithful(model: nn.Module, images: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a network's gradients in half precision are about those of float32.
+
+    They are not where its activations or inner derivatives leave the range: an attack would stand
+    still there, and the image would count as one that withstands it.
+    """
+    labels = model(images).argmax(1)
+    exact, rough = (
+        ascent(logits, images, labels, margin)[2].flatten(1).double()
+        for logits in (model, Rough(model, dtype))
+    )
+    sizes = exact.norm(dim=1)
+    angles = (exact * rough).sum(1) / (sizes * rough.norm(dim=1)).clamp_min(1e-300)
+    right = (angles > 0.8) | (sizes == 0) | ~sizes.isfinite()
+    return float(right.double().mean()) > 0.95
 
 
 class _Lifted(torch.autograd.Function):

@@ -281,7 +281,7 @@ class Run:
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.who.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
-        tensors["sums"] = self.sums
+        tensors["sums"] = self.who.sum(self.sums.clone())
         about = {"best": self.best, "seconds": self.seconds, "record": self.record}
         return tensors, {**about, "settings": as_dict(self.chosen)}
 
@@ -304,7 +304,7 @@ class Run:
         torch.set_rng_state(tensors["rng.cpu"])
         if self.who.device.type == "cuda" and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"])
-        self.sums.copy_(tensors["sums"])
+        self.sums.copy_(tensors["sums"] if self.who.first else torch.zeros_like(tensors["sums"]))
         self.step, self.best = about["step"], about["best"]
         self.seconds, self.record = about["seconds"], about["record"]
 

@@ -104,6 +104,7 @@ class Slots(NamedTuple):
     best: Tensor  # the largest margin of all restarts, and its image
     kept: Tensor
     broken_at: Tensor  # the iteration; −1 before
+    wrong_at: Tensor  # the same, however small the margin
 
 
 def _iterated(
@@ -119,7 +120,8 @@ def _iterated(
 
     scores, _, gradient = ascent(logits, slots.attacked, slots.target, losses)
     gaps = margin(scores, slots.target)
-    wrong = (scores.argmax(1) != slots.target) & scores.isfinite().all(1) & (gaps >= confidence)
+    mistaken = (scores.argmax(1) != slots.target) & scores.isfinite().all(1)
+    wrong = mistaken & (gaps >= confidence)
     going = (slots.broken_at < 0) & (slots.at <= iterations)
     better = going & (wrong | (gaps > slots.best))
     length = step * (1 - 0.98 * slots.at / iterations).reshape(wide) if decay else step
@@ -129,6 +131,7 @@ def _iterated(
         best=torch.where(better, gaps, slots.best),
         kept=torch.where(better.reshape(wide), slots.attacked, slots.kept),
         broken_at=torch.where(going & wrong, slots.at, slots.broken_at),
+        wrong_at=torch.where(going & mistaken & (slots.wrong_at < 0), slots.at, slots.wrong_at),
     )
 
 
@@ -163,7 +166,7 @@ class _Pool:
         nobody = torch.zeros(width, dtype=torch.long, device=images.device)
         self.slots = Slots(
             images[nobody], images[nobody], labels[nobody], nobody.clone(), nobody.clone(),
-            self.best[nobody], images[nobody], nobody.clone(),
+            self.best[nobody], images[nobody], nobody.clone(), nobody.clone(),
         )  # fmt: skip
 
     def seat(self, starts: _Starts) -> bool:
@@ -179,7 +182,7 @@ class _Pool:
             fresh = Slots(
                 (self.images[who] + start).clamp(0, 1), self.images[who], self.labels[who],
                 restart, torch.zeros_like(restart), self.best[who], self.kept[who],
-                torch.full_like(restart, -1),
+                torch.full_like(restart, -1), torch.full_like(restart, -1),
             )  # fmt: skip
             for mine, new in zip(self.slots, fresh, strict=True):
                 mine[places] = new
@@ -204,7 +207,8 @@ class _Pool:
             self.kept[found] = self.slots.kept[places]
             at_first = self.slots.restart[places] == 0
             broken = self.slots.broken_at[places]
-            self.first[found] = torch.where(at_first, broken, self.first[found])
+            wrong = self.slots.wrong_at[places]
+            self.first[found] = torch.where(at_first, wrong, self.first[found])
             self.broken[found] = broken >= 0
 
     def _tensors(self, *lists: object) -> list[Tensor]:

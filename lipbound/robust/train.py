@@ -73,7 +73,7 @@ def _trained(
         done = folder.finished()
         if done is not None and run.step == run.steps:
             return done
-        folder.cut_records(run.step)
+        folder.cut_records(run.step, run.due)
         started = time.monotonic()
         while run.step < run.steps or run.due:
             reason = stop[0] if stop else ""
