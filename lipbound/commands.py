@@ -117,7 +117,11 @@ def audit(
         Path | None, typer.Option(help="Write a page that needs nothing else: table, pictures.")
     ] = None,
     fail_above: Annotated[
-        float | None, typer.Option(help="Exit with 1 if the network's bound exceeds this.")
+        float | None,
+        typer.Option(
+            help="Exit with 1 if the network's bound exceeds this (without an "
+            "architecture: if any kernel's does)."
+        ),
     ] = None,
     stride: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
     dilation: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
@@ -130,9 +134,12 @@ def audit(
     from lipbound.report import audit_json, audit_table
 
     check_writable(html)
+    _check_report(html)
     network, shape, name = _network(source, model)
     if input_shape is not None:
         shape = _shape(input_shape)
+        if not isinstance(network, dict):
+            _check_input(network, shape)
     how: dict[str, Any] = {"method": method, "progress": _bar}
     if isinstance(network, dict):
         moved = network if device is None else {k: _moved(t, device) for k, t in network.items()}
@@ -147,7 +154,8 @@ def audit(
         audit_table(found, name)
     if html is not None:
         _write_page(found, name, html)
-    worst = found.upper if found.steps else max(r.bracket.upper for r in found.layers)
+    alone = isinstance(network, dict)  # kernels that nothing says are one network
+    worst = max(r.bracket.upper for r in found.layers) if alone else found.upper
     if fail_above is not None and not worst <= fail_above:
         typer.echo(f"lipbound: {worst:.6g} is above {fail_above:g}", err=True)
         raise typer.Exit(1)
@@ -343,7 +351,10 @@ def reproduce(
     folder: Annotated[
         Path | None, typer.Option(help="Where image data lies, for table2, table3, fig3.")
     ] = None,
-    tier: Annotated[str, typer.Option(help="Of table2: A, B, B100, C; all without it.")] = "",
+    tier: Annotated[
+        str,
+        typer.Option(help="Of table2: A, O, B, B100, C, or the pilot A0; all but that without."),
+    ] = "",
     only: Annotated[
         list[str] | None, typer.Option(help="An arm of the tier, 'at+lipreg 0.02' say; repeat.")
     ] = None,
@@ -369,6 +380,9 @@ def reproduce(
         tiny, tuple(weights or ()), out, folder, tier, tuple(only or ()), minutes, device,
         lambda text: typer.echo(text, err=True),
     )  # fmt: skip
+    if weights and not {"fig1", "table1"} & set(names):
+        raise ValueError(f"{name} takes no --weights; fig1 and table1 do")
+    _check_report(out)
     check_writable(*(out / f"{each}.json" for each in names))
     for each in names:
         record = steps.run(each, request)
@@ -380,6 +394,35 @@ def reproduce(
 def _check_plot(plot: Path | None) -> None:
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ValueError(f"--plot {str(plot)!r} must end in .svg or .png")
+    _check_report(plot)
+
+
+def _check_report(path: Path | None) -> None:
+    """Whether what figures and pages need is there, before anything is computed for them."""
+    if path is None:
+        return
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{str(path)!r} needs an extra ({error}): pip install 'lipbound[report]'"
+        ) from None
+
+
+def _check_input(network: Any, shape: tuple[int, ...]) -> None:
+    """Whether the network takes such an input at all."""
+    import torch
+
+    from lipbound.modes import in_eval
+
+    like = next(network.parameters(), torch.zeros(()))
+    try:
+        with in_eval(network), torch.no_grad():
+            network(like.new_zeros((1, *shape)))
+    except Exception as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"the model does not take --input {shape}: {said}") from None
 
 
 def _data(name: str, folder: Path | None) -> Any:
@@ -396,13 +439,6 @@ def _write_page(found: Any, name: str, path: Path) -> None:
     from lipbound.files import write
     from lipbound.page import page
 
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"the page needs an extra ({error}): pip install 'lipbound[report]'"
-        ) from None
     write(path, page(found, name, _bar).encode())
     typer.echo(f"wrote {path}", err=True)
 

@@ -42,7 +42,7 @@ class Penalty:
     r"""The penalty :math:`\lambda \sum_\ell \log \mathrm{bound}(\ell)` of Araujo et al. (2021).
 
     Its sum runs over every convolution, every BatchNorm (max|γ|/√(var + ε), from the running
-    statistics) and every Linear layer but the last, so its exponential bounds the Lipschitz
+    statistics) and every Linear layer but the last, so the sum's exponential bounds the Lipschitz
     constant of the product of these layers.
 
     Two ways to use it, with the same gradient:

@@ -53,6 +53,74 @@ def test_a_wrong_word_names_the_help_of_its_command(monkeypatch, capsys):
         assert "; try 'lipbound audit --help'\n" in run(monkeypatch, capsys, *arguments)[2]
 
 
+class Branching(torch.nn.Module):
+    """Its path depends on its input's values: no graph, no bound."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.conv(x) if float(x.sum()) > 0 else -self.conv(x)
+
+
+def test_no_bound_is_above_every_limit(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save(Branching().state_dict(), path)
+    limit = ("--input", "3,8,8", "--fail-above", "1e9")
+    code, _, err = run(
+        monkeypatch, capsys, "audit", str(path), "--model", "test_cli:Branching", *limit
+    )
+    assert code == 1
+    assert "inf is above 1e+09" in err
+    code, _, _ = run(monkeypatch, capsys, "audit", str(path), "--fail-above", "1e9")
+    assert code == 0, "kernels alone: the largest counts"
+
+
+def test_an_input_the_model_does_not_take(monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "audit", "demo", "--input", "3,8,8")
+    assert code == 2
+    assert err.startswith("lipbound: the model does not take --input (3, 8, 8): ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fig2", "--weights", "x.pt"], "fig2 takes no --weights; fig1 and table1 do"),
+        (["table2", "--only", "at+lpreg"], "no tier has 'at+lpreg'; there are at,"),
+        (["table2", "--tier", "O", "--only", "baseline"], "tier O has no 'baseline'"),
+    ],
+)
+def test_what_an_experiment_has_no_use_for(monkeypatch, capsys, tmp_path, arguments, said):
+    code, _, err = run(monkeypatch, capsys, "reproduce", *arguments, "--out", str(tmp_path))
+    assert code == 2
+    assert said in err
+
+
+def test_an_extra_is_missed_before_the_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for arguments in (
+        ["reproduce", "fig2", "--out", str(tmp_path)], ["bench", "--plot", str(tmp_path / "a.svg")],
+        ["audit", "demo", "--html", str(tmp_path / "a.html")],
+    ):  # fmt: skip
+        code, out, err = run(monkeypatch, capsys, *arguments)
+        assert (code, out) == (2, "")
+        assert "pip install 'lipbound[report]'" in err
+
+
+@pytest.mark.parametrize("name", ["fig1", "table1"])
+def test_weights_without_the_kernels_that_are_wanted(monkeypatch, capsys, tmp_path, name):
+    path = tmp_path / "weights.pt"
+    torch.save(Branching().state_dict(), path)
+    code, _, err = run(
+        monkeypatch, capsys, "reproduce", name, "--tiny", "--weights", str(path), "--out",
+        str(tmp_path),
+    )  # fmt: skip
+    assert code == 2
+    assert f"{path}: " in err
+
+
 def test_without_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     code, _, err = run(monkeypatch, capsys, "audit", "demo")

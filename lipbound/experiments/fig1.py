@@ -32,6 +32,11 @@ def compute(request: Request) -> dict[str, Any]:
     layers = [
         (n, k) for n, k in trained_layers(request.weights) if k.shape[2] > 1 and k.shape[1] >= 9
     ]
+    if not layers:
+        raise ValueError(
+            f"{', '.join(str(path) for path in request.weights)}: no kernel of two axes and 9 or "
+            f"more input channels; fig1 wants some"
+        )
     for index in np.linspace(0, len(layers) - 1, 2 if request.tiny else 4).round().astype(int):
         name, kernel = layers[index]
         row = int(kernel.flatten(1).norm(dim=1).argmax())

@@ -80,8 +80,11 @@ def packed(folder: Path | None, train: list[str], test: str, crop: int) -> Data:
 
 
 def _cifar(name: str, folder: Path | None) -> Data:
-    train = [f"{name}_train_{part}.webp.npz" for part in "ab"]
-    return packed(folder, train, f"{name}_test.webp.npz", 4)
+    """Packed, or as it is distributed where there is no such file."""
+    test = f"{name}_test.webp.npz"
+    if folder is not None and not (folder / test).is_file():
+        return DATA[name](folder)
+    return packed(folder, [f"{name}_train_{part}.webp.npz" for part in "ab"], test, 4)
 
 
 DATA["packed-cifar10"] = lambda folder: _cifar("cifar10", folder)

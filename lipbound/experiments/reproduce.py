@@ -75,7 +75,8 @@ def report(record: dict[str, Any]) -> str:
 
 
 def save(record: dict[str, Any], folder: Path) -> Path:
-    """Write the record as JSON."""
+    """Write the record as JSON, and its report beside it."""
     path = folder / f"{record['experiment']}.json"
     write(path, (json.dumps(record) + "\n").encode())
+    write(path.with_suffix(".md"), report(record).encode())
     return path

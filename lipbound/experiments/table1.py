@@ -46,6 +46,11 @@ def compute(request: Request) -> dict[str, Any]:
     size, count = (8, 3) if request.tiny else (SIZE, 24)
     layers = [(n, k) for n, k in trained_layers(request.weights) if k.shape[2:] == (3, 3)]
     wide = [(n, k) for n, k in layers if k.shape[1] >= (2 if request.tiny else 32)]
+    if len(layers) < 2 or len(wide) < 2:
+        raise ValueError(
+            f"{', '.join(str(path) for path in request.weights)}: {len(layers)} kernels of 3×3, "
+            f"{len(wide)} of them with 32 or more input channels; table1 wants two at least"
+        )
     groups: dict[str, list[Tensor]] = {
         "1×3×3": [_row(k, 1) for _, k in _spread(layers, count)],
         "32×3×3": [_row(k, 32) for _, k in _spread(wide, count)],

@@ -7,6 +7,7 @@ the paper's. Differences are paired: the same images, the same seeds.
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any
 
 from lipbound.experiments import gaps
@@ -121,12 +122,21 @@ def compute(request: Request) -> dict[str, Any]:
     chosen = {"tiny": TINY} if request.tiny else TIERS
     if request.tier and request.tier not in chosen:
         raise ValueError(f"unknown tier {request.tier!r}; there are {', '.join(chosen)}")
+    names = [request.tier] if request.tier else [n for n, tier in chosen.items() if not tier.pilot]
+    unknown = [label for label in request.only if not any(label in chosen[n].arms for n in names)]
+    if unknown:
+        there = dict.fromkeys(label for name in names for label in chosen[name].arms)
+        where = f"tier {request.tier} has no" if request.tier else "no tier has"
+        raise ValueError(f"{where} {unknown[0]!r}; there are {', '.join(there)}")
+    end = None if request.minutes is None else time.monotonic() + 60 * request.minutes
     cells = []
-    for name, tier in chosen.items():
-        if request.tier == name or (not request.tier and not tier.pilot):
+    for name in names:
+        only = tuple(label for label in request.only if label in chosen[name].arms)
+        left = None if end is None else (end - time.monotonic()) / 60
+        if only or not request.only:
             cells += work(
-                name, tier, request.out / "table2", folder=request.folder, device=request.device,
-                minutes=request.minutes, only=request.only, say=request.say,
+                name, chosen[name], request.out / "table2", folder=request.folder,
+                device=request.device, minutes=left, only=only, say=request.say,
             )  # fmt: skip
     return {"cells": cells}
 

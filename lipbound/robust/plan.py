@@ -94,7 +94,7 @@ class Plan:
             if not 0 < radius < math.inf:
                 raise ValueError(f"{name}={radius!r} must be positive")
         if self.ball == "linf" and self.radius > 1:
-            raise ValueError(f"radius={self.radius:g} in linf exceeds all of [0, 1]; 8/255 say")
+            raise ValueError(f"radius={self.radius:g} in linf exceeds all of [0, 1]; 0.0314 say")
         if "autoattack" in self.attacks and importlib.util.find_spec("pyautoattack") is None:
             raise ValueError("AutoAttack comes with: pip install 'lipbound[attacks]'")
         if {"cw", "cw-projected"} & set(self.attacks) and not self.radii:
