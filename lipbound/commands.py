@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from lipbound.given import (
+    bar,
+    check_input,
+    check_plot,
+    check_report,
+    data_set,
+    input_shape_of,
+    moved,
+    network_or_weights,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -65,7 +76,7 @@ def bench(
     from lipbound.records import append, read
     from lipbound.report import speed_table
 
-    _check_plot(plot)
+    check_plot(plot)
     check_writable(out, plot)
     names, methods = network or list(NAMES), method or list(METHODS)
     records = read(out) if out else []
@@ -134,19 +145,19 @@ def audit(
     from lipbound.report import audit_json, audit_table
 
     check_writable(html)
-    _check_report(html)
-    network, shape, name = _network(source, model)
+    check_report(html)
+    network, shape, name = network_or_weights(source, model)
     if input_shape is not None:
-        shape = _shape(input_shape)
+        shape = input_shape_of(input_shape)
         if not isinstance(network, dict):
-            _check_input(network, shape)
-    how: dict[str, Any] = {"method": method, "progress": _bar}
+            check_input(network, shape)
+    how: dict[str, Any] = {"method": method, "progress": bar}
     if isinstance(network, dict):
-        moved = network if device is None else {k: _moved(t, device) for k, t in network.items()}
+        placed = network if device is None else {k: moved(t, device) for k, t in network.items()}
         geometry = {"stride": stride, "dilation": dilation, "groups": groups}
-        found = audit_weights(moved, rtol, **{**how, **geometry})
+        found = audit_weights(placed, rtol, **{**how, **geometry})
     else:
-        network = network if device is None else _moved(network, device)
+        network = network if device is None else moved(network, device)
         found = run_audit(network, shape, rtol, effort=effort, **how)
     if json_:
         typer.echo(audit_json(found, name))
@@ -225,7 +236,7 @@ def train(
     else:
         own = {arms[0]: changes}
     runs = [settings(name, preset, **own[name]) for name in arms]
-    images = _data(runs[0].data, folder)
+    images = data_set(runs[0].data, folder)
     summaries = []
     for chosen in runs:
         place = out if len(runs) == 1 else out / chosen.arm.replace("+", "-")
@@ -303,7 +314,7 @@ def attack(
 
     if count < 0 or jacobians < 0:
         raise ValueError(f"--count {count} and --jacobians {jacobians} must not be negative")
-    _check_plot(plot)
+    check_plot(plot)
     check_writable(out, plot)
     paths = networks(checkpoint)
     trained = paths[0].settings
@@ -314,7 +325,7 @@ def attack(
         radii=tuple(l2_radius or (0.6, 0.8)),
         batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
     )  # fmt: skip
-    test = _data(name, folder).test
+    test = data_set(name, folder).test
     images = test.load(torch.arange(min(count or len(test), len(test))))
     records = []
     with team(device) as who:
@@ -382,7 +393,7 @@ def reproduce(
     )  # fmt: skip
     if weights and not {"fig1", "table1"} & set(names):
         raise ValueError(f"{name} takes no --weights; fig1 and table1 do")
-    _check_report(out)
+    check_report(out)
     check_writable(*(out / f"{each}.json" for each in names))
     for each in names:
         record = steps.run(each, request)
@@ -391,109 +402,9 @@ def reproduce(
         typer.echo(steps.report(record))
 
 
-def _check_plot(plot: Path | None) -> None:
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise ValueError(f"--plot {str(plot)!r} must end in .svg or .png")
-    _check_report(plot)
-
-
-def _check_report(path: Path | None) -> None:
-    """Whether what figures and pages need is there, before anything is computed for them."""
-    if path is None:
-        return
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"{str(path)!r} needs an extra ({error}): pip install 'lipbound[report]'"
-        ) from None
-
-
-def _check_input(network: Any, shape: tuple[int, ...]) -> None:
-    """Whether the network takes such an input at all."""
-    import torch
-
-    from lipbound.modes import in_eval
-
-    like = next(network.parameters(), torch.zeros(()))
-    try:
-        with in_eval(network), torch.no_grad():
-            network(like.new_zeros((1, *shape)))
-    except Exception as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"the model does not take --input {shape}: {said}") from None
-
-
-def _data(name: str, folder: Path | None) -> Any:
-    """A data set by name, those this project packs for itself among them."""
-    import lipbound.experiments.packed  # noqa: F401  adds its data sets
-    from lipbound.robust.data import DATA
-
-    if name not in DATA:
-        raise ValueError(f"unknown data {name!r}; there are {', '.join(DATA)}")
-    return DATA[name](folder)
-
-
 def _write_page(found: Any, name: str, path: Path) -> None:
     from lipbound.files import write
     from lipbound.page import page
 
-    write(path, page(found, name, _bar).encode())
+    write(path, page(found, name, bar).encode())
     typer.echo(f"wrote {path}", err=True)
-
-
-def _bar(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """A bar on a terminal's standard error, gone when done; nothing where nobody looks."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _network(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | None, str]:
-    """The model to audit, or its weights alone; its usual input shape, and a title."""
-    from lipbound import demo, sources
-
-    if source == "demo":
-        return demo.network(), demo.INPUT_SHAPE, "the embedded digits CNN"
-    known = sources.own_model(source)
-    if known is not None:
-        return known, _usual(source), f"{source}, random weights"
-    path = Path(source)
-    if path.suffix not in sources.SAFE | sources.PICKLED and not path.exists():
-        raise ValueError(
-            f"cannot audit {source!r}: it is no weights file and no model this package knows; "
-            f"try 'demo', a .safetensors or .pt file, resnet20, torchvision:NAME or timm:NAME"
-        )
-    if model is None:
-        trained = sources.trained(path)
-        return trained or (sources.read_weights(path), None, path.name)
-    network = sources.own_model(model)
-    network = sources.factory(model) if network is None else network
-    filled = sources.fill(network, sources.read_weights(path))
-    return filled, _usual(model), f"{model}, {path.name}"
-
-
-def _usual(name: str) -> tuple[int, ...] | None:
-    if ":" not in name:
-        return (3, 32, 32)
-    return (3, 224, 224) if name.startswith(("torchvision:", "timm:")) else None
-
-
-def _moved(what: Any, device: str) -> Any:
-    try:
-        return what.to(device)
-    except Exception as error:
-        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from None
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ValueError(f"--input {text!r} is no shape; write 3,32,32")
-    return shape

@@ -144,14 +144,13 @@ def verdict(gap: dict[str, Any], paper: float) -> str:
 
 def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
     """Tier by tier, with intervals; the paper's hollow."""
-    tiers = {name: cells for name, cells in tiers.items() if to_at(cells)}
-    count = max(1, len(tiers))
+    drawn = {name: found for name, cells in tiers.items() if (found := to_at(cells))}
+    count = max(1, len(drawn))
     made, axes = pyplot.subplots(
         count, 1, figsize=(7.2, 2.7 * count), layout="constrained", squeeze=False, sharex=True
     )
-    labels = [*dict.fromkeys(label for cells in tiers.values() for label in to_at(cells))]
-    for axis, (tier, cells) in zip(axes[:, 0], tiers.items(), strict=False):
-        found = to_at(cells)
+    labels = [*dict.fromkeys(label for found in drawn.values() for label in found)]
+    for axis, (tier, found) in zip(axes[:, 0], drawn.items(), strict=False):
         axis.axvline(0, color="#888888", lw=0.8)
         for place, (label, gaps) in enumerate(found.items()):
             color = f"C{labels.index(label) % 10}"
@@ -162,7 +161,7 @@ def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
             seeds = max(len(gap["seeds"]) for gap in gaps.values())
             name = f"{label}, {seeds} seed{'s' if seeds > 1 else ''}"
             axis.errorbar(middles, rows, xerr=reach, fmt="o", ms=4, color=color, label=name)
-            theirs = paper_gaps(next(cell for cell in cells if cell["label"] == label))
+            theirs = paper_gaps(next(cell for cell in tiers[tier] if cell["label"] == label))
             rows = [list(COLUMNS).index(name) + shift for name in theirs]
             axis.plot(
                 [100 * gap for gap in theirs.values()], rows, "D", ms=5, mfc="none", color=color,

@@ -198,37 +198,43 @@ def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
 def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
     """Only of images that are classified rightly; the others' smallest perturbation is none."""
     plan = on.plan
-    broken = verified(on.model, images, labels, plan.batch)
-    everyone = (~broken).nonzero()[:, 0]
+    mistakes = verified(on.model, images, labels, plan.batch)
+    none = torch.zeros(mistakes.shape).to(images)
+    found = Found(images.clone(), mistakes, none, 0 * labels)
+
+    def search(logits: Logits, who: Tensor, width: int = 0, replay: Replay | None = None) -> None:
+        for part in who.split(plan.batch) if len(who) else ():
+            some = part[torch.arange(max(width, len(part)), device=part.device) % len(part)]
+            nearest = carlini_wagner(
+                logits, images[some], labels[some], steps=plan.search_steps,
+                searches=plan.searches, constant=plan.constant, replay=replay,
+            )  # fmt: skip
+            _put(found, part, nearest)
+
     # A graph has one shape, and what is compiled for one is not compiled for others.
     width = plan.batch if on.replay else min(plan.batch, len(images)) * plan.compile
-    kept, norms, first = images.clone(), torch.zeros(broken.shape).to(images), 0 * labels
-    for who in everyone.split(plan.batch) if len(everyone) else ():
-        some = who[torch.arange(max(width, len(who)), device=who.device) % len(who)]
-        with on.at(plan.fine) as logits:
-            found = carlini_wagner(
-                logits, images[some], labels[some], steps=plan.search_steps,
-                searches=plan.searches, constant=plan.constant, replay=on.replay,
-            )  # fmt: skip
-        for whole, part in (
-            (kept, found.images), (broken, found.broken), (norms, found.norms),
-            (first, found.iteration),
-        ):  # fmt: skip
-            whole[who] = part[: len(who)]
-    found = pushed(on.model, images, labels, Found(kept, broken, norms, first), plan.batch)
-    lost = found.broken & ~verified(on.model, found.images, labels, plan.batch)
-    if plan.fine == "float32" or not bool(lost.any()):
+    with on.at(plan.fine) as logits:
+        search(logits, (~mistakes).nonzero()[:, 0], width, on.replay)
+    found = pushed(on.model, images, labels, found, plan.batch)
+    lost = _unconfirmed(on, found, labels)
+    if not len(lost):
         return found
-    # Mistakes in the search's precision alone, the least robust of all: once more in float32.
-    which = lost.nonzero()[:, 0]
-    for who in which.split(plan.batch):
-        closer = carlini_wagner(
-            on.model, images[who], labels[who], steps=plan.search_steps, searches=plan.searches,
-            constant=plan.constant,
-        )  # fmt: skip
-        for whole, part in zip(vars(found).values(), vars(closer).values(), strict=True):
-            whole[who] = part
+    search(on.model, lost)  # mistakes in the search's precision alone: the least robust of all
     return pushed(on.model, images, labels, found, plan.batch)
+
+
+def _put(found: Found, who: Tensor, part: Found) -> None:
+    """Write what was found for some images; more of it, a graph's width, is left out."""
+    for whole, piece in zip(vars(found).values(), vars(part).values(), strict=True):
+        whole[who] = piece[: len(who)]
+
+
+def _unconfirmed(on: Engine, found: Found, labels: Tensor) -> Tensor:
+    """Images that a search coarser than float32 took for broken, and float32 does not."""
+    if on.plan.fine == "float32":
+        return labels.new_zeros(0)
+    again = found.broken & ~verified(on.model, found.images, labels, on.plan.batch)
+    return again.nonzero()[:, 0]
 
 
 def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch: int) -> Found:
@@ -260,12 +266,9 @@ def _autoattack(on: Engine, images: Tensor, labels: Tensor) -> Found:
         with tf32(plan.fine == "tf32"):
             model = on.model if half is None else Rough(on.model, half)
             found = autoattack(model, images, labels, **options)
-        again = found.broken & ~verified(on.model, found.images, labels, plan.batch)
-        who = again.nonzero()[:, 0]
-        if len(who) and plan.fine != "float32":
-            closer = autoattack(on.model, images[who], labels[who], **options)
-            for whole, part in zip(vars(found).values(), vars(closer).values(), strict=True):
-                whole[who] = part
+        who = _unconfirmed(on, found, labels)
+        if len(who):
+            _put(found, who, autoattack(on.model, images[who], labels[who], **options))
     return found
 
 

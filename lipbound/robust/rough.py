@@ -62,13 +62,17 @@ def faithful(model: nn.Module, images: Tensor, dtype: torch.dtype) -> bool:
     return float(right.double().mean()) > 0.95
 
 
-class _Lifted(torch.autograd.Function):
-    """The logits; their gradient is brought to one size."""
+class _Through(torch.autograd.Function):
+    """What goes in, as it is; what is done to its gradient is up to the class."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, sizes: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, values: Tensor, sizes: list[Tensor]) -> Tensor:
         ctx.sizes = sizes
-        return scores.view_as(scores)
+        return values.view_as(values)
+
+
+class _Lifted(_Through):
+    """The logits; their gradient is brought to one size."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -80,13 +84,8 @@ class _Lifted(torch.autograd.Function):
         return torch.ldexp(gradient, -exponent[:, None]), None
 
 
-class _Back(torch.autograd.Function):
+class _Back(_Through):
     """The images; their gradient gets its own size again."""
-
-    @staticmethod
-    def forward(ctx: Any, images: Tensor, sizes: list[Tensor]) -> Tensor:
-        ctx.sizes = sizes
-        return images.view_as(images)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
