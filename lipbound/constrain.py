@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from lipbound.bounds import BOUNDS, bound, bracket
-from lipbound.follow import Climb
+from lipbound.climb import Climb
 from lipbound.geometry import check_kernel, convolution, named
 from lipbound.kernels.plain import working
 from lipbound.symbol import taps

@@ -1,34 +1,32 @@
 r"""Follow σ1 of the layers from call to call: estimates for a loop whose weights move slowly.
 
-*Spectral.* For a unit vector u, :math:`\|u^* F(\omega)\|^2` is a trigonometric polynomial with few
-lags, maximized over a whole grid at the price of one product with u. So (ω, u) climb in turns: ω
-to the best grid point or one Newton step from where it is, whichever is higher; then u to
-:math:`F F^* u`. The value never falls while the weights stand still, and is attained: at most
-sup σ1(F). Its gradient is that of Re u*F(ω)v at the vectors reached.
+*Spectral.* :class:`lipbound.climb.Climb`, at the supremum over all input sizes.
 
 *Power iteration.* :class:`lipbound.estimates.PowerIteration` at the layer's own input size.
+
+Layers of one shape go together, and batches side by side: on a GPU each is a chain of small
+kernels that leaves room for others.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lipbound.adding import Adder
+from lipbound.climb import FIRST, Climb, State
 from lipbound.estimates import PowerIteration, power_of_two
 from lipbound.factors import Factor
-from lipbound.geometry import convolution
+from lipbound.geometry import Convolution, convolution
 from lipbound.kernels import plain
 from lipbound.sizes import input_shapes
-from lipbound.symbol import evaluate, grid, positions, radians, taps
-
-CHUNK = 1 << 22  # entries of products of taps at once
-FIRST = 20  # iterations of the first call, from a random start
+from lipbound.symbol import taps
+from lipbound.toeplitz import adjoint, apply
 
 
 class Followed:
@@ -55,7 +53,7 @@ class Followed:
         self.model, self.factors, self.iterations = model, list(found), iterations
         layers = [i for i, f in enumerate(found) if f.kind is not None]
         if method == "spectral":
-            self.layers: list[Spectral] | list[Power] = _batches(self.factors, layers)
+            self.layers: Sequence[Spectral | Power] = _batches(self.factors, layers)
         else:
             if input_shape is None:
                 raise ValueError(
@@ -71,8 +69,13 @@ class Followed:
         found: dict[int, Tensor] = {
             i: plain.log_factor(f, f.weight()) for i, f in enumerate(self.factors) if f.kind is None
         }
-        for layer in self.layers:
-            values = layer(self.iterations, in_place)
+        weights = [layer.read() for layer in self.layers]
+        climbs = [
+            partial(layer.climb, w.detach(), self.iterations, in_place)
+            for layer, w in zip(self.layers, weights, strict=True)
+        ]
+        for layer, w, at in zip(self.layers, weights, side_by_side(climbs), strict=True):
+            values = layer.value(w, at)
             tiny = torch.finfo(values.dtype).tiny
             found |= zip(layer.indices, values.clamp_min(tiny).log(), strict=True)
         return plain.combine(self.factors, [found[i] for i in range(len(found))], log_floor)
@@ -106,127 +109,6 @@ class Followed:
         return self._add(number, scale, repeats, (log_floor, self.iterations), state)
 
 
-State = tuple[Tensor, Tensor]
-"""Where a climb stands: frequencies ω ``(batch, axes)`` and vectors u ``(batch, rows, 2)``."""
-
-
-class Climb:
-    """Climbs to σ1 of symbols of one shape; u is kept as real and imaginary part.
-
-    Args:
-        shape: Of one symbol's taps, ``(rows, columns, *sizes)``.
-        seed: Of the random start.
-    """
-
-    def __init__(self, shape: Sequence[int], seed: int = 0):
-        self.rows, self.columns, *self.sizes = shape
-        self.samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
-        self.count = math.prod(self.sizes)
-        self.seed = seed
-        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, batch: Tensor, state: State | None, iterations: int) -> tuple[Tensor, State]:
-        """The values ``(batch,)``, differentiable in the real taps, and where they were found.
-
-        Args:
-            batch: Taps, ``(batch, rows, columns, *sizes)``.
-            state: Where to begin; a longer first climb without it.
-            iterations: How many rounds.
-        """
-        batch = batch.reshape(len(batch), self.rows, -1)
-        unit = power_of_two(batch, (1, 2))
-        batch = batch / unit[:, None, None]  # or 1e20 squared would leave float32
-        with torch.no_grad():
-            if state is None or state[0].device != batch.device:
-                state = self._start(batch)
-                iterations = max(iterations, FIRST)
-            for _ in range(iterations):
-                state, right = self._climb(batch.detach(), *state)
-        return ((batch @ right) * state[1]).sum((1, 2)) * unit, state
-
-    def _start(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """A short power iteration at every point of the grid; the highest of them starts.
-
-        Climbing in turns stops at any local peak, so where it starts matters.
-        """
-        half = radians(grid(self.samples, half=True), self.samples).to(batch.device)
-        draw = torch.Generator().manual_seed(self.seed)
-        start = torch.randn(len(half), self.rows, 2, generator=draw, dtype=torch.float64)
-        shape = (1, self.rows, self.columns, *self.sizes)
-        frequencies, lefts = [], []
-        for kernel in batch:
-            symbols = evaluate(kernel.reshape(shape), half)[0]  # (P, rows, columns)
-            left = torch.view_as_complex(start.to(batch)).unsqueeze(-1)
-            for _ in range(FIRST):
-                left = symbols @ (symbols.mH @ left)
-                norm = torch.linalg.vector_norm(left, dim=1, keepdim=True)
-                left = left / norm.clamp_min(1e-30)
-            best = norm.flatten().argmax()
-            frequencies.append(half[best])
-            lefts.append(torch.view_as_real(left[best, :, 0]))
-        return torch.stack(frequencies), torch.stack(lefts)
-
-    def _climb(
-        self, batch: Tensor, frequency: Tensor, left: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """One round; also the right vectors times the waves, ``(batch, columns·taps, 2)``.
-
-        With y_h = u*K_h: the polynomial's coefficients are Σ_j conj(y_js) y_jt.
-        """
-        product = batch.mT @ left  # (batch, columns·taps, 2): Kᵀ(a + ib), so conj of u*K
-        rows = torch.complex(product[..., 0], -product[..., 1])
-        rows = rows.reshape(len(batch), self.columns, self.count)
-        step = max(1, CHUNK // self.count**2)
-        parts = zip(rows.split(step), frequency.split(step), strict=True)
-        frequency = torch.cat([self._best(part, place) for part, place in parts])
-        waves = self._waves(frequency).to(rows.dtype)  # (batch, T)
-        right = (rows @ waves[..., None]).conj()  # F*u, (batch, columns, 1)
-        right = right / torch.linalg.vector_norm(right, dim=1, keepdim=True).clamp_min(1e-30)
-        spread = torch.view_as_real((right * waves[:, None, :]).flatten(1))
-        return (frequency, _unit(batch @ spread)), spread
-
-    def _best(self, rows: Tensor, frequency: Tensor) -> Tensor:
-        """The highest of the grid, where it is, and two Newton steps along the axes from there."""
-        gram = rows.mH @ rows  # (batch, T, T)
-        peak = self._on_grid(rows, gram).argmax(1)
-        everywhere, taps = self._grid_and_taps(gram.device)
-        distance = taps[None, :, :] - taps[:, None, :]  # (T, T, D)
-        waves = self._waves(frequency).to(gram.dtype)
-        terms = (waves.conj()[:, :, None] * gram * waves[:, None, :]).to(torch.complex128)
-        slope = -(terms.imag[..., None] * distance).sum((1, 2))  # (batch, D)
-        bend = -(terms.real[..., None] * distance.square()).sum((1, 2))
-        step = torch.where(bend < 0, -slope / torch.where(bend < 0, bend, -1.0), 0.0)
-        newton = [frequency + step, frequency + step / max(1, len(self.sizes))]
-        tried = torch.stack([everywhere[peak], frequency, *newton], 1)  # (batch, 4, D)
-        waves = self._waves(tried).to(gram.dtype)  # (batch, 4, T)
-        energy = ((waves.conj() @ gram) * waves).sum(-1).real
-        best = energy.argmax(1)
-        return tried[torch.arange(len(tried), device=best.device), best]
-
-    def _on_grid(self, rows: Tensor, gram: Tensor) -> Tensor:
-        """‖u*F(ω)‖² at every point, ``(batch, P)``; of many taps by a Fourier transform."""
-        if self.count <= max(64, self.columns):
-            everywhere, _ = self._grid_and_taps(gram.device)
-            shared = self._waves(everywhere).to(gram.dtype).mT  # (T, P)
-            return ((gram @ shared) * shared.conj()).sum(1).real
-        axes = tuple(range(2, 2 + len(self.sizes)))
-        field = torch.fft.ifftn(rows.unflatten(-1, self.sizes), self.samples, axes, norm="forward")
-        return field.abs().square().sum(1).flatten(1)
-
-    def _waves(self, frequency: Tensor) -> Tensor:
-        """e^{ih·ω}, ``(..., axes)`` → ``(..., taps)``."""
-        angle = frequency @ self._grid_and_taps(frequency.device)[1].mT
-        return torch.polar(torch.ones_like(angle), angle)
-
-    def _grid_and_taps(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Frequencies ``(P, axes)`` and positions ``(taps, axes)``, kept on every device in use."""
-        if device not in self._constants:
-            with torch.inference_mode(False):
-                points = radians(grid(self.samples), self.samples).to(device)
-                self._constants[device] = points, positions(self.sizes).double().to(device)
-        return self._constants[device]
-
-
 class Spectral:
     """Equal-shaped layers of a network, followed together; the batch runs over their groups."""
 
@@ -234,17 +116,25 @@ class Spectral:
         self.indices = list(indices)
         self.factors = [factors[i] for i in indices]
         self.layers = [convolution(f.layer) for f in self.factors]
-        self.climb = Climb(taps(self.layers[0]).shape[1:])
+        self.climber = Climb(taps(self.layers[0]).shape[1:])
         self.gains = [layer.padding_gain() for layer in self.layers]
         self.state: State | None = None
 
-    def __call__(self, iterations: int, in_place: bool = False) -> Tensor:
-        """Climb, and return the layers' values, differentiable."""
-        batch = torch.cat([self._taps(i) for i in range(len(self.factors))])
-        values, state = self.climb(batch, self.state, iterations)
+    def read(self) -> Tensor:
+        """The taps of all, differentiable."""
+        return torch.cat([self._taps(i) for i in range(len(self.factors))])
+
+    @torch.no_grad()
+    def climb(self, batch: Tensor, iterations: int, in_place: bool = False) -> tuple[Tensor, ...]:
+        """Left vectors, and right vectors times waves; the state is kept."""
+        state, right = self.climber.reach(batch, self.state, iterations)
         before = self.state if in_place and self.state is not None else (None, None)
         self.state = _kept(before[0], state[0]), _kept(before[1], state[1])
-        values = values.reshape(len(self.layers), -1).amax(1)
+        return state[1], right
+
+    def value(self, batch: Tensor, at: tuple[Tensor, ...]) -> Tensor:
+        """The layers' values at what was reached, differentiable in the taps."""
+        values = self.climber.at(batch, *at).reshape(len(self.layers), -1).amax(1)
         return values if self.repeats() else values * values.new_tensor(self.gains)
 
     def repeats(self) -> bool:
@@ -271,33 +161,94 @@ class Spectral:
 
 
 class Power:
-    """Power iteration on one layer at its input size."""
+    """Power iteration on equal layers at their input size: they are the groups of one layer.
 
-    def __init__(self, index: int, layer: nn.Module, shape: Sequence[int]):
-        self.indices = [index]
-        self.iteration = PowerIteration(layer, shape)
+    Each does what :class:`lipbound.estimates.PowerIteration` does alone.
+    """
+
+    def __init__(self, indices: Sequence[int], layers: Sequence[nn.Module], shape: Sequence[int]):
+        self.indices, self.layers = list(indices), list(layers)
+        alone = PowerIteration(layers[0], shape)
+        self.conv, count = alone._conv, len(layers)
+        self.vector = alone.vector.repeat(1, count, *[1] * self.conv.dims)
         self.started = False
 
-    def __call__(self, iterations: int, in_place: bool = False) -> Tensor:
-        steps = iterations if self.started else max(iterations, FIRST)
+    def read(self) -> Tensor:
+        """The kernels, one after the other, differentiable."""
+        return torch.stack([plain.working(layer.weight) for layer in self.layers])  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def climb(self, kernels: Tensor, iterations: int, in_place: bool = False) -> tuple[Tensor, ...]:
+        """Left and right vectors; the right ones are kept."""
+        conv, _ = self._scaled(kernels)
+        vector = self.vector
+        for _ in range(iterations if self.started else max(iterations, FIRST)):
+            vector = self._unit(vector)
+            vector = adjoint(conv, self._unit(apply(conv, vector)), vector.shape[2:])
+        right = self._unit(vector)
+        left = self._unit(apply(conv, right))
+        # A zero layer maps everything to zero; the next call starts afresh from where it was.
+        zero = kernels.flatten(1).abs().amax(1) == 0
+        now = torch.where(zero[:, None], self._each(self.vector), self._each(right))
+        self.vector = _kept(self.vector if in_place else None, now.reshape(right.shape))
         self.started = True
-        before = self.iteration.vector
-        value = self.iteration(steps)
-        if in_place:
-            self.iteration.vector = _kept(before, self.iteration.vector)
-        return value.reshape(1)
+        return left, right
+
+    def value(self, kernels: Tensor, at: tuple[Tensor, ...]) -> Tensor:
+        """‖layer(v)‖ of every layer, differentiable."""
+        left, right = at
+        conv, unit = self._scaled(kernels)
+        return self._each(left * apply(conv, right)).sum(1) * unit
 
     def repeats(self) -> bool:
         """Whether a call needs nothing from the host: other paddings are tables of pixels."""
-        return self.iteration._conv.padding_mode == "zeros"
+        return self.conv.padding_mode == "zeros"
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"vector": self.iteration.vector} if self.started else {}
+        return {"vector": self.vector} if self.started else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            self.iteration.vector = state["vector"].to(self.iteration.vector).clone()
+            self.vector = state["vector"].to(self.vector).clone()
             self.started = True
+
+    def _scaled(self, kernels: Tensor) -> tuple[Convolution, Tensor]:
+        """The layers as one, their taps near 1, and by how much they were divided."""
+        unit = power_of_two(kernels, tuple(range(1, kernels.ndim)))
+        kernel = (kernels / unit.reshape(-1, *[1] * (kernels.ndim - 1))).flatten(0, 1)
+        groups = self.conv.groups * len(self.layers)
+        return replace(self.conv, kernel=kernel, groups=groups), unit
+
+    def _each(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(len(self.layers), -1)
+
+    def _unit(self, tensor: Tensor) -> Tensor:
+        each = self._each(tensor)
+        norm = torch.linalg.vector_norm(each, dim=1, keepdim=True)
+        return (each / norm.clamp_min(1e-30)).reshape(tensor.shape)
+
+
+Work = TypeVar("Work")
+
+
+def side_by_side(works: Sequence[Callable[[], Work]]) -> list[Work]:
+    """The results of all. On CUDA each has a stream of its own: small kernels leave room."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized() or len(works) < 2:
+        return [work() for work in works]
+    here = torch.cuda.current_stream()
+    own = _STREAMS.setdefault(here.device_index, [])
+    own += [torch.cuda.Stream() for _ in works[len(own) :]]
+    results = []
+    for stream, work in zip(own, works, strict=False):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            results.append(work())
+    for stream in own[: len(works)]:
+        here.wait_stream(stream)
+    return results
+
+
+_STREAMS: dict[int, list[torch.cuda.Stream]] = {}
 
 
 @torch.no_grad()
@@ -332,9 +283,15 @@ def _powers(
         raise ValueError(
             f"a forward pass of {tuple(shape)} never reaches {', '.join(unseen)}; exclude them"
         )
-    return [Power(i, factors[i].layer, shapes[factors[i].name]) for i in indices]
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    """``(batch, rows, 2)``, each of norm one as a complex vector; a zero stays zero."""
-    return vectors / torch.linalg.vector_norm(vectors, dim=(1, 2), keepdim=True).clamp_min(1e-30)
+    equal: dict[object, list[int]] = {}
+    for index in indices:
+        size = shapes[factors[index].name]
+        conv = convolution(factors[index].layer, input_shape=size)
+        alone = index if conv.dims == 0 else None  # a matrix has no groups
+        look = (conv.kernel.shape, conv.kernel.dtype, conv.kernel.device, size, alone)
+        rest = tuple(getattr(conv, f.name) for f in fields(conv) if f.name != "kernel")
+        equal.setdefault((look, rest), []).append(index)
+    return [
+        Power(batch, [factors[i].layer for i in batch], shapes[factors[batch[0]].name])
+        for batch in equal.values()
+    ]

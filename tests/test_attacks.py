@@ -203,20 +203,21 @@ def test_a_rough_search_is_looked_at_once_more(trained, precision):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 1e9])
-def test_a_half_precision_gradient_keeps_its_size(trained, dtype, size):
+def test_a_half_precision_gradient_keeps_its_size(dtype, size):
     """Image by image: one that is sure of itself beside one that is not."""
-    model, images, _, _ = trained
-    weights = torch.tensor([size, 1.0, 0.0, -size])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Softplus(), nn.Flatten(), nn.Linear(288, 10))
+    images, weights = torch.rand(4, 1, 8, 8), torch.tensor([size, 1.0, 0.0, -size])
 
     def gradient(logits):
-        x = images[:4].clone().requires_grad_()
+        x = images.clone().requires_grad_()
         scores = logits(x)
         return torch.autograd.grad(((scores[:, 1] - scores[:, 0]) * weights).sum(), x)[0]
 
     exact, rough = gradient(model), gradient(Rough(model, dtype))
     errors = (rough - exact).flatten(1).double().norm(dim=1)
     lengths = exact.flatten(1).double().norm(dim=1)
-    assert bool((errors <= 32 * torch.finfo(dtype).eps * lengths).all())  # a ReLU may tip over
+    assert bool((errors <= 4 * torch.finfo(dtype).eps * lengths).all())
 
 
 def test_a_gradient_of_no_number_stays_one(trained):
@@ -446,7 +447,7 @@ def test_other_ways_to_hide_gradients(trained, ball):
     for factor in (1e-12, 8.0):  # the direction is all that counts
         found = evaluate(Scaled(model, factor).eval(), images, labels, plan, curves=False,
                          doubts=False)  # fmt: skip
-        assert found["pgd"]["accuracy"] <= honest + 0.05
+        assert found["pgd"]["accuracy"] <= honest + 0.1
 
 
 def test_no_attack_beats_being_wrong_or_a_certificate():

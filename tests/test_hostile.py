@@ -27,9 +27,9 @@ from lipbound import (
     rows,
 )
 from lipbound.bounds import gram_iteration
+from lipbound.climb import Climb
 from lipbound.energy import energy_maxima
 from lipbound.experiments.hostile import ENTRIES, KERNELS, everything, layer_of, outcome
-from lipbound.follow import Climb
 from lipbound.network import audit_weights
 from lipbound.rows import add_row_gradient_, lags, row_peaks
 from lipbound.symbol import taps

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import lipbound
-from lipbound import Penalty, bracket, estimate
+from lipbound import Penalty, PowerIteration, bracket, estimate
 from lipbound import penalty as module
 from lipbound.energy import energy_maxima
 from lipbound.factors import factors
@@ -383,6 +383,44 @@ def test_power_iteration_at_the_layers_own_sizes():
     assert values["3"] == pytest.approx(lipbound.exact(model[3], (9, 9)), rel=1e-2)
     penalty.add_grad_()
     assert "0.weight" in gradients(model)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Conv2d(4, 4, 3, padding=1),
+        lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2, dilation=2, stride=2),
+        lambda: nn.Conv2d(4, 4, (2, 3), padding=2, padding_mode="circular"),
+        lambda: nn.ConvTranspose2d(4, 4, 3, stride=2, output_padding=1),
+        lambda: nn.Conv1d(4, 4, 5),
+        lambda: nn.Linear(4, 4),
+    ],
+)
+def test_power_iteration_of_equal_layers_is_that_of_each(make):
+    """Run as groups of one layer; one of them is zero, one huge, and the weights move."""
+    model = nn.ModuleList([make() for _ in range(4)]).double()
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[2].weight.mul_(1e200)
+    size = (4, *[7] * (model[0].weight.ndim - 2))
+    model.forward = lambda x: sum(layer(x).sum() for layer in model)
+    penalty = Penalty(model, 1.0, "power_iteration", input_shape=size, iterations=3)
+    layers = [f.layer for f in penalty.factors]
+    alone = [PowerIteration(layer, size) for layer in layers]
+    for iterations in (20, 3, 3):
+        found = list(penalty.bounds().values())
+        expected = [float(one(iterations).detach().clamp_min(1e-300)) for one in alone]
+        assert found == pytest.approx(expected, rel=1e-12)
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight.mul_(1.0 + 0.1 * torch.rand_like(layer.weight))
+    batches = [len(batch.indices) for batch in penalty._terms.layers]
+    assert batches == ([1] * 3 if isinstance(layers[0], nn.Linear) else [4])
+    penalty.add_grad_()
+    found = [layer.weight.grad.clone() for layer in layers]
+    for layer, one, gradient in zip(layers, alone, found, strict=True):
+        (expected,) = torch.autograd.grad(one(3).clamp_min(1e-300).log(), layer.weight)
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("method", ["spectral", "power_iteration"])

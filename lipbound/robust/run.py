@@ -372,13 +372,19 @@ class Run:
         return attacked
 
     def _follow(self) -> None:
-        """The averaged weights; what is no weight is copied."""
+        """The averaged network: BatchNorm's statistics too, for they belong to the weights.
+
+        What is no real number is copied.
+        """
         if self.average is None:
             return
-        mine: list[Tensor] = list(self.average.parameters())
-        torch._foreach_lerp_(mine, self.parameters, 1 - self.chosen.ema)
-        for old, new in zip(self.average.buffers(), self.model.buffers(), strict=True):
-            old.copy_(new)
+        pairs = [*zip(self.average.parameters(), self.parameters, strict=True)]
+        pairs += zip(self.average.buffers(), self.model.buffers(), strict=True)
+        real = [(old, new) for old, new in pairs if old.is_floating_point()]
+        torch._foreach_lerp_([o for o, _ in real], [n for _, n in real], 1 - self.chosen.ema)
+        for old, new in pairs:
+            if not old.is_floating_point():
+                old.copy_(new)
 
     def _placed(self, model: nn.Module) -> nn.Module:
         model = model.to(self.who.device)
