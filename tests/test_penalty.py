@@ -87,12 +87,11 @@ def test_row_peaks_are_those_of_the_polyphase_symbol(sizes, stride, rows, channe
     torch.testing.assert_close(row_peaks(kernel.flatten(2), kind, locate=False)[0], expected)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("name", LAYERS)
-def test_bounds_are_never_below_the_truth(name, scale, engine):
+def test_bounds_are_never_below_the_truth(name, engine):
     layer = build(name, torch.float32)
     with torch.no_grad():
-        layer.weight.mul_(scale)
+        layer.weight.mul_(1e3)  # a wrong power of the scale shows
     (value,) = Penalty(nn.Sequential(layer)).bounds().values()
     truth = bracket(layer)
     assert value >= truth.lower * ROUNDING
@@ -180,6 +179,8 @@ def test_fused_equals_plain(layer, count, layout, dtype, monkeypatch):
     if layout is torch.channels_last:
         if layer.weight.ndim != 4:
             pytest.skip("channels_last has four axes")
+        if layer.groups > 4:
+            pytest.skip("many groups take the interpreter long")
         model = model.to(memory_format=layout)
     penalty = Penalty(model, 1.0)
     monkeypatch.setattr(module, "DEVICES", ())
@@ -260,8 +261,7 @@ def test_weights_may_move_and_gradients_may_be_replaced(engine):
     ):
         change()
         model.zero_grad(set_to_none=False)
-        penalty.add_grad_()
-        penalty.add_grad_()
+        penalty.add_grad_(2.0)
         twice = gradients(model)
         plain.logs(penalty.factors, -math.inf).sum().backward()
         once = gradients(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -189,10 +190,9 @@ assert not any("gloo" in name for name in left), left
 """
 
 
-@pytest.mark.parametrize("batchnorm", ["apart", "folded"])
-def test_processes_hold_one_network_with_batchnorm_too(tmp_path, batchnorm):
+def test_processes_hold_one_network_with_batchnorm_too(tmp_path):
     script = tmp_path / "together.py"
-    script.write_text(TOGETHER.format(tests=str(Path(__file__).parent), batchnorm=batchnorm))
+    script.write_text(TOGETHER.format(tests=str(Path(__file__).parent), batchnorm="folded"))
     done = subprocess.run(torchrun(script, 2), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -346,13 +346,13 @@ def test_each_convolution_feels_the_same_pull():
 
 
 def test_the_log_collapses_without_batchnorm_and_the_floor_does_not(tmp_path):
-    """log bound has no minimum: at λ2 = 0.1 its pull beats that of a loss that learns slowly."""
+    """log bound has no minimum: at λ2 = 0.12 its pull beats that of a loss that learns slowly."""
     pytest.importorskip("sklearn", reason="scikit-learn's digits")
     norms, accuracy = {}, {}
     for floor in (0.0, 1.0):
         wanted = settings(
-            "at+lipreg", "digits", model="cnn-plain", penalty_weight=0.1, floor=floor, lr=0.1,
-            attack=3, step=0.4, check=40, check_attack=1,
+            "at+lipreg", "digits", model="cnn-plain", penalty_weight=0.12, floor=floor, lr=0.1,
+            attack=1, step=1.0, check=20, check_attack=1,
         )  # fmt: skip
         found = train(wanted, digits(), tmp_path / str(floor), device="cpu")
         model, _ = load_model(tmp_path / str(floor) / "final.safetensors")
@@ -401,18 +401,24 @@ def test_what_an_attack_does_to_batchnorm(mode):
     assert counts == {1 if mode == "eval" else 1 + SMALL["attack"]}
 
 
-def test_averaged_weights():
-    """With BatchNorm's statistics: those of the moving weights do not fit their average."""
+def test_averaged_weights(monkeypatch):
+    """Their BatchNorm statistics are those of the images as the average sees them."""
     wanted = chosen("at", ema=0.75, model="wrn-10-1")
     run = Run(wanted, blobs(channels=3), Team(torch.device("cpu")))
-    expected = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    for _ in range(3):
+    seen, attacked = [], run._attacked
+    monkeypatch.setattr(run, "_attacked", lambda *given: seen.append(attacked(*given)) or seen[-1])
+    twin = copy.deepcopy(run.average)
+    for step in range(1, 9):
         run.advance()
-        for name, new in run.model.state_dict().items():
-            expected[name] = expected[name].lerp(new, 0.25) if new.is_floating_point() else new
-    assert any("running_var" in name for name in expected)
+        with torch.no_grad():
+            for mine, new in zip(twin.parameters(), run.model.parameters(), strict=True):
+                mine.lerp_(new, 0.25)
+            if step % 4 == 0:
+                twin.train()(seen[-1])
     for name, found in run.average.state_dict().items():
-        torch.testing.assert_close(found, expected[name])
+        torch.testing.assert_close(found, twin.state_dict()[name])
+    moving = dict(run.model.named_buffers())
+    assert any(not torch.equal(b, moving[name]) for name, b in run.average.named_buffers())
 
 
 def test_a_step_is_sgd_on_loss_and_penalty():

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lipbound.penalty import Penalty
 from lipbound.robust.attacks import pgd
@@ -28,6 +29,7 @@ from lipbound.robust.team import Team
 from lipbound.robust.trained import build
 
 ORDER, MOVES, START, CHECK = range(4)  # what a random number is for
+FRESH = 4  # steps after which an averaged network looks at images again
 
 
 class Watcher(Protocol):
@@ -138,7 +140,7 @@ class Run:
         self.optimizer.step()
         self.step += 1
         with torch.no_grad():
-            self._follow()
+            self._follow(images)
             right = (logits.argmax(1) == labels).sum()
             self.sums += torch.stack([loss * len(labels), value * len(labels), right,
                                       right.new_tensor(len(labels))]).float()  # fmt: skip
@@ -371,20 +373,21 @@ class Run:
         model.train(training)
         return attacked
 
-    def _follow(self) -> None:
-        """The averaged network: BatchNorm's statistics too, for they belong to the weights.
+    def _follow(self, images: Tensor) -> None:
+        """The averaged weights. Their BatchNorm statistics are their own, from the same images.
 
-        What is no real number is copied.
+        Weights that turn quickly average to shorter ones: the moving network's statistics, or
+        their average, would not fit them.
         """
         if self.average is None:
             return
-        pairs = [*zip(self.average.parameters(), self.parameters, strict=True)]
-        pairs += zip(self.average.buffers(), self.model.buffers(), strict=True)
-        real = [(old, new) for old, new in pairs if old.is_floating_point()]
-        torch._foreach_lerp_([o for o, _ in real], [n for _, n in real], 1 - self.chosen.ema)
-        for old, new in pairs:
-            if not old.is_floating_point():
-                old.copy_(new)
+        mine: list[Tensor] = list(self.average.parameters())
+        torch._foreach_lerp_(mine, self.parameters, 1 - self.chosen.ema)
+        if self.step % FRESH == 0 and any(isinstance(m, _BatchNorm) for m in self.model.modules()):
+            self.average.train()
+            with self._autocast():
+                self.average.forward(images)  # not compiled: once in a while, without gradients
+            self.who.share(b for b in self.average.buffers() if b.is_floating_point())
 
     def _placed(self, model: nn.Module) -> nn.Module:
         model = model.to(self.who.device)
