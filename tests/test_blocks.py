@@ -98,7 +98,7 @@ def test_factors_are_the_block_and_bound_every_pattern_of_slopes(stride, shortcu
 
 def test_high_effort_is_lower_and_still_above_the_jacobian(monkeypatch):
     torch.manual_seed(0)
-    few = partial(blocks.optimised, steps=15)
+    few = partial(blocks.optimised, steps=6)
     monkeypatch.setattr("lipbound.network.optimised", few)
     model = fitted(ResNet(8))
     shape = (3, 8, 8)

@@ -87,12 +87,12 @@ def test_a_peak_between_grid_points(method, widening):
     assert float(bound(plane, method, samples=10, widening=widening)) >= 4
 
 
-@pytest.mark.parametrize("method", ["lipbound", "frobenius", "gram"])
 @pytest.mark.parametrize("shape", [(1, 1, 3, 3), (1, 6, 3, 3), (1, 4, 5, 5), (1, 3, 4, 2)])
-def test_tight_for_one_output_channel(method, shape):
+def test_tight_for_one_output_channel(shape):
     kernel = torch.randn(shape, dtype=torch.float64)
-    options = {"iterations": 8} if method == "gram" else {}
-    assert float(bound(kernel, method, samples=64, **options)) <= 1.05 * exact(kernel, (32, 32))
+    truth = exact(kernel, (32, 32))
+    for method, options in (("lipbound", {}), ("frobenius", {}), ("gram", {"iterations": 8})):
+        assert float(bound(kernel, method, samples=64, **options)) <= 1.05 * truth, method
 
 
 @pytest.mark.parametrize("method", ["lipbound", "frobenius", "gram"])

@@ -368,7 +368,7 @@ def test_cells_cover_the_torus(sizes, levels, seed):
         divided = cover.divide(cells, rng.integers(1, 4, len(cells)))
         cells = cells if divided is None else divided
     assert (cells.own == (np.abs(np.sin(cells.frequency)) < 1e-12).all(1)).all()
-    points = rng.uniform(0, 2 * np.pi, (200, len(sizes)))
+    points = rng.uniform(0, 2 * np.pi, (80, len(sizes)))
     degree = np.array([(m - 1) / 2 for m in sizes])
     for point in points:
         inside = False
