@@ -233,7 +233,7 @@ Work = TypeVar("Work")
 
 def side_by_side(works: Sequence[Callable[[], Work]]) -> list[Work]:
     """The results of all. On CUDA each has a stream of its own: small kernels leave room."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized() or len(works) < 2:
+    if len(works) < 2 or not torch.cuda.is_initialized() or torch.compiler.is_compiling():
         return [work() for work in works]
     here = torch.cuda.current_stream()
     own = _STREAMS.setdefault(here.device_index, [])

@@ -35,7 +35,8 @@ class Settings:
         nesterov: Nesterov's form of it.
         weight_decay: λ1, on all parameters.
         label_smoothing: Of the training loss.
-        ema: Decay of the averaged weights that are evaluated; 0 for none.
+        ema: Decay of the averaged weights that are evaluated, with BatchNorm statistics of their
+            own; 0 for none.
         dropout: Between a block's convolutions.
         bias: Whether convolutions have biases beside BatchNorm.
         augment: Random crops and flips, where the data has them.
