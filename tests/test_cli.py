@@ -225,16 +225,16 @@ def test_another_bound_for_every_layer(monkeypatch, capsys):
         assert wrong[1] in err
 
 
-def test_ten_thousand_tensors(monkeypatch, capsys, tmp_path):
+def test_thousands_of_tensors(monkeypatch, capsys, tmp_path):
     from safetensors.torch import save_file
 
     path = tmp_path / "many.safetensors"
-    save_file({f"l{i:05}": torch.full((1, 1, 3), 1.0 + i) for i in range(10_000)}, path)
+    save_file({f"l{i:05}": torch.full((1, 1, 3), 1.0 + i) for i in range(3_000)}, path)
     code, out, _ = run(monkeypatch, capsys, "audit", str(path), "--json")
     assert code == 0
     assert [row["upper"] >= 3 * (1 + i) for i, row in enumerate(json.loads(out)["layers"])] == [
         True
-    ] * 10_000
+    ] * 3_000
 
 
 def test_train_resume_and_audit_what_came_out(monkeypatch, capsys, tmp_path):
