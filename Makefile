@@ -33,7 +33,7 @@ trust: $(STAMP)
 
 $(STAMP): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -c requirements.lock -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c requirements.lock -e ".[dev]"
 	touch $@
 
 lock:
