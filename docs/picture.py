@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
 from lipbound import audit, bracket, demo, symbol
 from lipbound import exact as true_norm
+from lipbound.figures import canvas, save
 from lipbound.report import geometry
 from lipbound.sizes import input_shapes
 
@@ -21,9 +18,10 @@ INK, MUTED, WARM, COOL = "#1c2733", "#7b8794", "#d1495b", "#00798c"
 
 
 def main() -> None:
+    plt = canvas()
     plt.rcParams.update({
         "font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK,
-        "xtick.color": MUTED, "ytick.color": INK, "svg.hashsalt": "lipbound",
+        "xtick.color": MUTED, "ytick.color": INK,
     })  # fmt: skip
     model = demo.network()
     found_all = audit(model, demo.INPUT_SHAPE, search=0)
@@ -87,7 +85,7 @@ def main() -> None:
         right.spines[spine].set_visible(False)
     right.tick_params(left=False)
     figure.tight_layout()
-    figure.savefig(OUT, metadata={"Date": None})
+    save(figure, OUT)
     print(f"wrote {OUT.name}")
 
 

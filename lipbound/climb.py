@@ -48,13 +48,19 @@ class Climb:
             state: Where to begin; a longer first climb without it.
             iterations: How many rounds.
         """
-        state, right = self.reach(batch, state, iterations)
-        return self.at(batch, state[1], right), state
+        matrices, unit = self.scaled(batch)
+        state, right = self.reach(matrices.detach(), state, iterations)
+        return self.at(matrices, state[1], right) * unit, state
+
+    def scaled(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Matrices of taps near 1, for 1e20 squared would leave float32; and their units."""
+        batch = batch.reshape(len(batch), self.rows, -1)
+        unit = power_of_two(batch, (1, 2))
+        return batch / unit[:, None, None], unit
 
     @torch.no_grad()
     def reach(self, batch: Tensor, state: State | None, iterations: int) -> tuple[State, Tensor]:
-        """Where a climb gets, and the right vectors times the waves there."""
-        batch, _ = self._scaled(batch)
+        """Where a climb on scaled matrices gets, and the right vectors times the waves there."""
         if state is None or state[0].device != batch.device:
             state = self._start(batch)
             iterations = max(iterations, FIRST)
@@ -63,15 +69,8 @@ class Climb:
         return state, right
 
     def at(self, batch: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """The values at what was reached, differentiable."""
-        batch, unit = self._scaled(batch)
-        return ((batch @ right) * left).sum((1, 2)) * unit
-
-    def _scaled(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Matrices of taps near 1, for 1e20 squared would leave float32; and their units."""
-        batch = batch.reshape(len(batch), self.rows, -1)
-        unit = power_of_two(batch, (1, 2))
-        return batch / unit[:, None, None], unit
+        """The scaled matrices' values at what was reached, differentiable."""
+        return ((batch @ right) * left).sum((1, 2))
 
     def _start(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """A short power iteration at every point of the grid; the highest of them starts.

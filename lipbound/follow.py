@@ -69,13 +69,14 @@ class Followed:
         found: dict[int, Tensor] = {
             i: plain.log_factor(f, f.weight()) for i, f in enumerate(self.factors) if f.kind is None
         }
-        weights = [layer.read() for layer in self.layers]
+        scaled = [layer.read() for layer in self.layers]
         climbs = [
-            partial(layer.climb, w.detach(), self.iterations, in_place)
-            for layer, w in zip(self.layers, weights, strict=True)
+            partial(layer.climb, weights.detach(), self.iterations, in_place)
+            for layer, (weights, _) in zip(self.layers, scaled, strict=True)
         ]
-        for layer, w, at in zip(self.layers, weights, side_by_side(climbs), strict=True):
-            values = layer.value(w, at)
+        reached = side_by_side(climbs)
+        for layer, (weights, unit), at in zip(self.layers, scaled, reached, strict=True):
+            values = layer.value(weights, unit, at)
             tiny = torch.finfo(values.dtype).tiny
             found |= zip(layer.indices, values.clamp_min(tiny).log(), strict=True)
         return plain.combine(self.factors, [found[i] for i in range(len(found))], log_floor)
@@ -120,9 +121,9 @@ class Spectral:
         self.gains = [layer.padding_gain() for layer in self.layers]
         self.state: State | None = None
 
-    def read(self) -> Tensor:
-        """The taps of all, differentiable."""
-        return torch.cat([self._taps(i) for i in range(len(self.factors))])
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The taps of all near 1, differentiable, and their units."""
+        return self.climber.scaled(torch.cat([self._taps(i) for i in range(len(self.factors))]))
 
     @torch.no_grad()
     def climb(self, batch: Tensor, iterations: int, in_place: bool = False) -> tuple[Tensor, ...]:
@@ -132,9 +133,9 @@ class Spectral:
         self.state = _kept(before[0], state[0]), _kept(before[1], state[1])
         return state[1], right
 
-    def value(self, batch: Tensor, at: tuple[Tensor, ...]) -> Tensor:
+    def value(self, batch: Tensor, unit: Tensor, at: tuple[Tensor, ...]) -> Tensor:
         """The layers' values at what was reached, differentiable in the taps."""
-        values = self.climber.at(batch, *at).reshape(len(self.layers), -1).amax(1)
+        values = (self.climber.at(batch, *at) * unit).reshape(len(self.layers), -1).amax(1)
         return values if self.repeats() else values * values.new_tensor(self.gains)
 
     def repeats(self) -> bool:
@@ -173,15 +174,16 @@ class Power:
         self.vector = alone.vector.repeat(1, count, *[1] * self.conv.dims)
         self.started = False
 
-    def read(self) -> Tensor:
-        """The kernels, one after the other, differentiable."""
-        return torch.stack([plain.working(layer.weight) for layer in self.layers])  # type: ignore[arg-type]
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The kernels near 1, one after the other, differentiable, and their units."""
+        kernels = torch.stack([plain.working(layer.weight) for layer in self.layers])  # type: ignore[arg-type]
+        unit = power_of_two(kernels, tuple(range(1, kernels.ndim)))
+        return kernels / unit.reshape(-1, *[1] * (kernels.ndim - 1)), unit
 
     @torch.no_grad()
     def climb(self, kernels: Tensor, iterations: int, in_place: bool = False) -> tuple[Tensor, ...]:
         """Left and right vectors; the right ones are kept."""
-        conv, _ = self._scaled(kernels)
-        vector = self.vector
+        conv, vector = self._as_one(kernels), self.vector
         for _ in range(iterations if self.started else max(iterations, FIRST)):
             vector = self._unit(vector)
             vector = adjoint(conv, self._unit(apply(conv, vector)), vector.shape[2:])
@@ -194,11 +196,10 @@ class Power:
         self.started = True
         return left, right
 
-    def value(self, kernels: Tensor, at: tuple[Tensor, ...]) -> Tensor:
+    def value(self, kernels: Tensor, unit: Tensor, at: tuple[Tensor, ...]) -> Tensor:
         """‖layer(v)‖ of every layer, differentiable."""
         left, right = at
-        conv, unit = self._scaled(kernels)
-        return self._each(left * apply(conv, right)).sum(1) * unit
+        return self._each(left * apply(self._as_one(kernels), right)).sum(1) * unit
 
     def repeats(self) -> bool:
         """Whether a call needs nothing from the host: other paddings are tables of pixels."""
@@ -212,12 +213,9 @@ class Power:
             self.vector = state["vector"].to(self.vector).clone()
             self.started = True
 
-    def _scaled(self, kernels: Tensor) -> tuple[Convolution, Tensor]:
-        """The layers as one, their taps near 1, and by how much they were divided."""
-        unit = power_of_two(kernels, tuple(range(1, kernels.ndim)))
-        kernel = (kernels / unit.reshape(-1, *[1] * (kernels.ndim - 1))).flatten(0, 1)
+    def _as_one(self, kernels: Tensor) -> Convolution:
         groups = self.conv.groups * len(self.layers)
-        return replace(self.conv, kernel=kernel, groups=groups), unit
+        return replace(self.conv, kernel=kernels.flatten(0, 1), groups=groups)
 
     def _each(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(len(self.layers), -1)
@@ -260,12 +258,11 @@ def _kept(before: Tensor | None, now: Tensor) -> Tensor:
 
 
 def _batches(factors: Sequence[Factor], indices: Sequence[int]) -> list[Spectral]:
-    equal: dict[object, list[int]] = {}
-    for index in indices:
+    def look(index: int) -> object:
         conv = convolution(factors[index].layer)
-        shape = tuple(taps(conv).shape)
-        equal.setdefault((shape, conv.kernel.dtype, conv.kernel.device), []).append(index)
-    return [Spectral(factors, batch) for batch in equal.values()]
+        return taps(conv).shape, conv.kernel.dtype, conv.kernel.device
+
+    return [Spectral(factors, batch) for batch in _alike(indices, look)]
 
 
 def _powers(
@@ -283,15 +280,22 @@ def _powers(
         raise ValueError(
             f"a forward pass of {tuple(shape)} never reaches {', '.join(unseen)}; exclude them"
         )
-    equal: dict[object, list[int]] = {}
-    for index in indices:
-        size = shapes[factors[index].name]
-        conv = convolution(factors[index].layer, input_shape=size)
+
+    def look(index: int) -> object:
+        conv = convolution(factors[index].layer, input_shape=shapes[factors[index].name])
         alone = index if conv.dims == 0 else None  # a matrix has no groups
-        look = (conv.kernel.shape, conv.kernel.dtype, conv.kernel.device, size, alone)
         rest = tuple(getattr(conv, f.name) for f in fields(conv) if f.name != "kernel")
-        equal.setdefault((look, rest), []).append(index)
+        return conv.kernel.shape, conv.kernel.dtype, conv.kernel.device, alone, rest
+
     return [
         Power(batch, [factors[i].layer for i in batch], shapes[factors[batch[0]].name])
-        for batch in equal.values()
+        for batch in _alike(indices, look)
     ]
+
+
+def _alike(indices: Sequence[int], look: Callable[[int], object]) -> list[list[int]]:
+    """The indices in groups that look the same, in the order of their firsts."""
+    groups: dict[object, list[int]] = {}
+    for index in indices:
+        groups.setdefault(look(index), []).append(index)
+    return list(groups.values())
