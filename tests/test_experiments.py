@@ -203,10 +203,11 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
     def cell(tier, label, right, data, seed):
         found = {
             "clean": accuracy(torch.arange(100) < right),
+            **({} if label == "at+lipreg 0.1" else {"pgd": accuracy(torch.arange(100) < 9)}),
             "log10_lipschitz": {"upper": 3.0},
             "jacobian_norms": {"quantiles": [1.0] * 7, "all": [1.0]},
         }
-        epochs = [{"held_out_pgd_accuracy": None, "train_accuracy": 0.5}]
+        epochs = [{"held_out_accuracy": 0.7, "held_out_pgd_accuracy": None, "train_accuracy": 0.5}]
         return {
             "tier": tier, "label": label, "seed": seed, "best": found, "final": found,
             "device": "cpu", "epochs": epochs, "training_seconds": 1.0,
@@ -223,14 +224,18 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
     shown = table2.report({"cells": cells})
     few, full = shown.split("### Tier ")[1:]
     assert few.startswith("A\n")
-    assert "| *the paper's* | -5.6 | +3.1 | +7.0 | +10.4 |  | |" in few
-    assert "| *the paper's* | -3.9 | +1.6 | +3.1 | +4.3 |  | |" in full
+    assert "| *the paper's* | -5.6 | +3.1 | +7.0 | +10.4 |  |  |" in few
+    assert "| *the paper's* | -3.9 | +1.6 | +3.1 | +4.3 |  |  |" in full
     assert few.index("| at | final") < few.index("| at+lipreg 0.008 | final")
     assert "`at+lipreg 0.008`, clean: the opposite of the paper's direction." in few
     assert "`at+lipreg 0.008`, clean: the paper's direction, and its size." in full
-    assert "PGD:" not in few + full, "nothing was attacked"
+    assert "C&W 0.6:" not in few + full, "no network was attacked so"
     assert "`at decay 2e-3`" not in few, "the paper has no such arm"
     assert "`at+lipreg 0.1`" not in few, "nor such a weight"
+    table, tried = few.split(table2.TRIED)
+    assert "| at+lipreg 0.1 |" not in table
+    assert "| at+lipreg 0.1 | 70.0 |  | 50.0 | 3.0 | 1.00 |" in tried
+    assert table2.TRIED not in full
 
 
 def test_first_seeds_come_first():

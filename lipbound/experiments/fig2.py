@@ -14,6 +14,7 @@ import torch
 
 from lipbound import bound, bracket, estimate, exact
 from lipbound.experiments.request import Request
+from lipbound.records import table
 
 SIZES = (4, 6, 8, 12, 16, 24, 32, 50, 80, 112, 160, 224)
 SHAPES = ((1, 3), (6, 3), (6, 5), (16, 3))
@@ -39,22 +40,19 @@ def compute(request: Request) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> str:
-    rows = []
+    rows, sizes = [], ("8", "16", "50", "224")
     for line in record["lines"]:
         for method, label in METHODS.items():
             gaps = {n: line["values"][method] - t for n, t in line["truth"].items()}
             paper = record["paper"].get(line["kernel"], {}) if method == "lipbound" else {}
-            shown = [f"{gaps[n]:.2e}" if n in gaps else "" for n in ("8", "16", "50", "224")]
+            shown = [f"{gaps[n]:.2e}" if n in gaps else "" for n in sizes]
             told = "; ".join(f"Γ({n}) {g:g}" for n, g in paper.items())
-            rows.append(f"| {line['kernel']} | {label} | " + " | ".join(shown) + f" | {told} |")
-    body = "\n".join(rows)
+            rows.append([line["kernel"], label, *shown, told])
     return f"""## Figure 2: the gap Γ(n)
 
 ![The gap between bounds and σ1 against the input size](fig2.svg)
 
-| kernel | bound | Γ(8) | Γ(16) | Γ(50) | Γ(224) | the paper |
-| --- | --- | --- | --- | --- | --- | --- |
-{body}
+{table(["kernel", "bound", *(f"Γ({n})" for n in sizes), "the paper"], rows)}
 
 A negative gap is an estimate below σ1. With one output channel LipBound equals sup σ1(F), and both
 certified bounds differ by their grids only.

@@ -9,6 +9,7 @@ from typing import Any
 
 from lipbound.experiments import table2
 from lipbound.experiments.request import Request
+from lipbound.records import table
 
 ON, TINY = table2.ON, table2.TINY
 
@@ -43,28 +44,24 @@ def report(record: dict[str, Any]) -> str:
             norms, curve = sorted(found["norms"]), found["against_iterations"]
             middle, high = norms[len(norms) // 2], norms[int(0.95 * len(norms))]
             ten, last = curve.get("10", next(iter(curve.values()))), list(curve)[-1]
-            rows.append(
-                f"| {tier} | {label} | {middle:.2f} | {high:.2f} | {100 * ten:.1f} | "
-                f"{100 * curve[last]:.1f} (after {last}) |"
-            )
-    body = "\n".join(rows)
+            end = f"{100 * curve[last]:.1f} (after {last})"
+            rows.append([tier, label, f"{middle:.2f}", f"{high:.2f}", f"{100 * ten:.1f}", end])
+    heads = ["tier", "arm", "Jacobian norm, median", "95 %", "accuracy after 10 iterations"]
     return f"""## Figure 3: Jacobian norms, and accuracy against iterations
 
 ![Jacobian norms and accuracy against PGD iterations](fig3.svg)
 
 Final networks of the first seed; PGD with one restart. {COUNTED}
 
-| tier | arm | Jacobian norm, median | 95 % | accuracy after 10 iterations | at the end |
-| --- | --- | --- | --- | --- | --- |
-{body}
+{table([*heads, "at the end"], rows)}
 """
 
 
 def figure(record: dict[str, Any], pyplot: Any) -> Any:
-    tiers = record["tiers"]
+    tiers = {name: arms for name, arms in record["tiers"].items() if not table2.ALL[name].pilot}
     count = max(1, len(tiers))
     made, axes = pyplot.subplots(
-        count, 2, figsize=(8.6, 3.2 * count), layout="constrained", squeeze=False
+        count, 2, figsize=(9.8, 3.2 * count), layout="constrained", squeeze=False
     )
     labels = [*dict.fromkeys(label for arms in tiers.values() for label in arms)]
     for (left, right), (tier, arms) in zip(axes, tiers.items(), strict=False):
@@ -80,7 +77,10 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
         left.set_xlabel("Jacobian norm")
         left.set_ylabel("share of images below")
         left.set_title(f"tier {tier}", loc="left")
-        left.legend(frameon=False, fontsize=7)
+        right.legend(
+            *left.get_legend_handles_labels(), frameon=False, fontsize=8, loc="center left",
+            bbox_to_anchor=(1, 0.5),
+        )  # fmt: skip
         right.set_xscale("symlog")
         right.set_xticks([0, 1, 10, 100], labels=["0", "1", "10", "100"])
         right.set_xlabel("PGD iterations")

@@ -36,6 +36,11 @@ COLUMNS: dict[str, Entry] = {
 }
 
 
+def attacked(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that were not only tried."""
+    return [cell for cell in cells if "pgd" in cell["final"]]
+
+
 def grouped(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
@@ -78,12 +83,13 @@ def _of_mean(values: Tensor) -> float:
     return float(values.var(correction=1)) / len(values)
 
 
-def held(cell: dict[str, Any]) -> float | None:
-    """Accuracy under PGD on images kept aside, over the last five epochs.
+def held(cell: dict[str, Any], clean: bool = False) -> float | None:
+    """Accuracy on images kept aside, under PGD or clean, over the last five epochs.
 
     Which images these are depends on the seed: to be compared seed by seed.
     """
-    values = [epoch["held_out_pgd_accuracy"] for epoch in cell["epochs"][-5:]]
+    name = "held_out_accuracy" if clean else "held_out_pgd_accuracy"
+    values = [epoch[name] for epoch in cell["epochs"][-5:]]
     return statistics.fmean(values) if None not in values else None
 
 
@@ -98,7 +104,7 @@ def held_to_at(cells: list[dict[str, Any]], label: str) -> float | None:
 
 def to_at(cells: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Arm → column → its final networks less those of ``at``, where both were attacked."""
-    groups = grouped(cells)
+    groups = grouped(attacked(cells))
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for label, group in groups.items():
         if label in ("at", "baseline"):

@@ -17,6 +17,7 @@ from torch import Tensor
 from lipbound import bound, bracket, estimate, exact
 from lipbound.experiments.request import Request
 from lipbound.experiments.source import trained_layers
+from lipbound.records import table
 
 SIZE = 32
 METHODS: dict[str, tuple[str, Callable[[Tensor, int], float]]] = {
@@ -93,18 +94,15 @@ def _row(kernel: Tensor, inputs: int) -> Tensor:
 def report(record: dict[str, Any]) -> str:
     parts = []
     for name, group in record["groups"].items():
-        lines = [
-            f"**{name}**, {group['kernels']} kernels:\n",
-            "| method | ratio to σ1 | least to most | the paper |\n| --- | --- | --- | --- |",
-        ]
+        rows = []
         for method, found in group["methods"].items():
             paper = PAPER.get(name, {}).get(method)
             told = f"{paper[0]:.3f} ± {paper[1]:.3f}" if paper else ""
-            lines.append(
-                f"| {METHODS[method][0]} | {found['ratio']:.4f} ± {found['std']:.4f} | "
-                f"{found['least']:.4f} to {found['most']:.4f} | {told} |"
-            )
-        parts.append("\n".join(lines[:1]) + "\n" + "\n".join(lines[1:]))
+            ratio = f"{found['ratio']:.4f} ± {found['std']:.4f}"
+            spread = f"{found['least']:.4f} to {found['most']:.4f}"
+            rows.append([METHODS[method][0], ratio, spread, told])
+        heads = ["method", "ratio to σ1", "least to most", "the paper"]
+        parts.append(f"**{name}**, {group['kernels']} kernels:\n\n{table(heads, rows)}")
     body = "\n\n".join(parts)
     n = record["input_size"]
     return f"""## Table 1: the methods on trained kernels

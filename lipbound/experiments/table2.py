@@ -14,6 +14,7 @@ from lipbound.experiments import gaps
 from lipbound.experiments.gaps import (
     COLUMNS,
     PAPER,
+    attacked,
     grouped,
     held,
     held_to_at,
@@ -23,6 +24,7 @@ from lipbound.experiments.gaps import (
 )
 from lipbound.experiments.request import Request
 from lipbound.experiments.trainings import Tier, work
+from lipbound.records import table
 from lipbound.robust.plan import Plan
 
 ON = "CIFAR-10 and CIFAR-100"
@@ -42,9 +44,8 @@ PUBLISHED = {"penalty": "polygrid", "samples": 10}
 OURS = {"arm": "at+spectral", "batchnorm": "folded", "ema": 0.998}
 TIERS = {
     "A0": Tier(
-        "WRN-28-4 on 10,000 of the first 11,000 training images of CIFAR-10 (500 of the others "
-        "choose `best`), 60 epochs of the paper's schedule in proportion, batches of 200 like the "
-        "paper's. 3,000 steps are too few to overfit: a pilot, of which `A` is the consequence",
+        "As `A` with batches of 200 like the paper's: a pilot, whose 3,000 steps were too few to "
+        "overfit",
         FEW,
         {"at": {"arm": "at"}, "at+lipreg 0.008": {"arm": "at+lipreg"},
          "baseline": {"arm": "baseline"}},
@@ -53,7 +54,8 @@ TIERS = {
         pilot=True,
     ),
     "A": Tier(
-        "As `A0` with batches of 64: three times the steps, to fit the training images better",
+        "WRN-28-4 on 10,000 of the first 11,000 training images of CIFAR-10 (500 of the others "
+        "choose `best`), 60 epochs of the paper's schedule in proportion, batches of 64",
         {**FEW, "batch": 64},
         {
             "at": {"arm": "at"},
@@ -115,7 +117,12 @@ TINY = Tier(
     plan=Plan(("pgd", "cw"), radius=0.1, iterations=5, restarts=1, searches=2, search_steps=10),
     images=30, autoattack=0, jacobians=10, doubts=False, preset="digits",
 )  # fmt: skip
-TRIED = "Rows without attacks are of networks that images held out were to choose among.\n"
+ALL = {**TIERS, "tiny": TINY}
+SMOOTH = ("log10 bound", "Jacobian, median")
+TRIED = (
+    "Weights that were tried, first seed; images held out choose among them, so they are not "
+    "attacked. Accuracies in per cent, of the last five epochs.\n"
+)
 
 
 def compute(request: Request) -> dict[str, Any]:
@@ -142,9 +149,9 @@ def compute(request: Request) -> dict[str, Any]:
 
 
 def by_tier(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Tier → its cells, arms and seeds in the tier's order whenever they were done."""
+    """Tier → its cells, arms and seeds in the tier's order whenever they were done; pilots last."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, tier in {**TIERS, "tiny": TINY}.items():
+    for name, tier in sorted(ALL.items(), key=lambda item: item[1].pilot):
         places = {label: place for place, label in enumerate(tier.arms)}
         own = [cell for cell in cells if cell["tier"] == name]
         if own:
@@ -153,96 +160,110 @@ def by_tier(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def figure(record: dict[str, Any], pyplot: Any) -> Any:
-    return gaps.figure(by_tier(record["cells"]), pyplot)
+    tiers = by_tier(record["cells"])
+    return gaps.figure({name: tiers[name] for name in tiers if not ALL[name].pilot}, pyplot)
 
 
 def report(record: dict[str, Any]) -> str:
-    tiers = {**TIERS, "tiny": TINY}
     drawn = "![Differences between the arms, with intervals](table2.svg)\n"
     parts = [f"## The robustness table\n\n{_paper()}\n{drawn}"]
     for name, cells in by_tier(record["cells"]).items():
-        parts.append(
-            f"### Tier {name}\n\n{tiers[name].says}.\n\n{_table(cells)}\n{_differences(cells)}"
+        body = "\n".join(
+            part for part in (_table(cells), _differences(cells), _tried(cells)) if part
         )
+        parts.append(f"### Tier {name}\n\n{ALL[name].says}.\n\n{body}")
     return "\n".join(parts)
 
 
 def _paper() -> str:
     rows = [
-        f"| {data} | {arm} | " + " | ".join(f"{100 * v:.1f}" for v in values) + " |"
+        [data, arm, *(f"{100 * value:.1f}" for value in values)]
         for data, arms in PAPER.items()
         for arm, values in arms.items()
     ]
+    heads = ["data", "arm", *list(COLUMNS)[:4]]
     return (
         "The paper's networks (WRN-28-10, 200 epochs, final), accuracies in per cent:\n\n"
-        "| data | arm | clean | PGD | C&W 0.6 | C&W 0.8 |\n| --- | --- | --- | --- | --- | --- |\n"
-        + "\n".join(rows) + "\n"
-    )  # fmt: skip
+        f"{table(heads, rows)}\n"
+    )
 
 
-def _shown(values: list[float], scale: float = 100, digits: int = 1) -> str:
+def _shown(found: list[float | None], scale: float = 100, digits: int = 1) -> str:
+    values = [value for value in found if value is not None]
     if not values:
         return ""
     spread = f" ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{scale * statistics.fmean(values):.{digits}f}{spread}"
 
 
+def smooth(networks: list[dict[str, Any]]) -> list[str]:
+    """The certified bound and the Jacobians' norms."""
+    bounds = [network["log10_lipschitz"]["upper"] for network in networks]
+    norms = [network["jacobian_norms"]["quantiles"][3] for network in networks]
+    return [_shown(bounds, 1), _shown(norms, 1, 2)]
+
+
 def _table(cells: list[dict[str, Any]]) -> str:
-    rows = []
+    cells, rows = attacked(cells), []
     for label, group in grouped(cells).items():
         for kind in ("best", "final"):
-            columns = [
-                _shown([e["accuracy"] for e in (entry(cell[kind]) for cell in group) if e])
-                for entry in COLUMNS.values()
-            ]
-            bounds = [cell[kind]["log10_lipschitz"]["upper"] for cell in group]
-            norms = [cell[kind]["jacobian_norms"]["quantiles"][3] for cell in group]
+            networks = [cell[kind] for cell in group]
+            entries = [[entry(network) for network in networks] for entry in COLUMNS.values()]
+            columns = [_shown([e["accuracy"] for e in found if e]) for found in entries]
             last = group if kind == "final" else []
-            kept_aside = [held(cell) for cell in last]
-            fitted = [cell["epochs"][-1]["train_accuracy"] for cell in last]
-            columns += [_shown([b for b in bounds if b is not None], 1), _shown(norms, 1, 2)]
-            columns += [_shown([h for h in kept_aside if h is not None]), _shown(fitted)]
-            rows.append(f"| {label} | {kind} | {len(group)} | " + " | ".join(columns) + " |")
+            kept_aside = _shown([held(cell) for cell in last])
+            fitted = _shown([cell["epochs"][-1]["train_accuracy"] for cell in last])
+            columns += [*smooth(networks), kept_aside, fitted]
+            rows.append([label, kind, str(len(group)), *columns])
     images = {cell["final"]["clean"]["images"] for cell in cells}
     few = {e["images"] for cell in cells for e in (COLUMNS["AutoAttack"](cell["final"]),) if e}
     seconds = statistics.fmean(cell["training_seconds"] for cell in cells)
-    heads = [*COLUMNS, "log10 bound", "Jacobian, median", "held out, PGD", "in training"]
+    heads = ["arm", "network", "seeds", *COLUMNS, *SMOOTH, "held out, PGD", "in training"]
     return (
-        f"| arm | network | seeds | {' | '.join(heads)} |\n{'| --- ' * (len(heads) + 3)}|\n"
-        + "\n".join(rows)
-        + f"\n\nAccuracies in per cent, mean ± deviation over seeds, on the first "
+        f"{table(heads, rows)}\n\n"
+        "Accuracies in per cent, mean ± deviation over seeds, on the first "
         f"{'/'.join(map(str, sorted(images)))} test images"
         + (f" (AutoAttack {'/'.join(map(str, sorted(few)))})" if few else "")
         + f"; {seconds:.0f} s a training on average on {cells[0]['device']}, "
         "which several may have shared. `in training` is the last epoch's, on images as it was "
         "trained on: attacked, but for the baseline.\n"
-        + (TRIED if any("pgd" not in cell["final"] for cell in cells) else "")
     )
 
 
+def _tried(cells: list[dict[str, Any]]) -> str:
+    """What images held out say of the weights, beside networks of the same seed."""
+    arms = {cell["settings"]["arm"] for cell in cells if "pgd" not in cell["final"]}
+    rows = []
+    for cell in cells:
+        if arms and cell["seed"] == 0 and cell["settings"]["arm"] in {*arms, "at"}:
+            accuracies = [held(cell, clean=True), held(cell), cell["epochs"][-1]["train_accuracy"]]
+            shown = [_shown([accuracy]) for accuracy in accuracies]
+            rows.append([cell["label"], *shown, *smooth([cell["final"]])])
+    heads = ["arm", "held out, clean", "held out, PGD", "in training", *SMOOTH]
+    return f"{TRIED}\n{table(heads, rows)}\n" if rows else ""
+
+
 def _differences(cells: list[dict[str, Any]]) -> str:
-    lines, said = [], []
+    rows, said = [], []
     for label, found in to_at(cells).items():
         theirs = paper_gaps(next(cell for cell in cells if cell["label"] == label))
         shown = [_gap(found[name]) if name in found else "" for name in COLUMNS]
         aside = held_to_at(cells, label)
-        shown.append("" if aside is None else f"{100 * aside:+.1f}")
-        lines.append(f"| {label} | {' | '.join(shown)} |")
+        rows.append([label, *shown, "" if aside is None else f"{100 * aside:+.1f}"])
         if theirs:
             shown = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in COLUMNS]
-            lines.append(f"| *the paper's* | {' | '.join(shown)} | |")
+            rows.append(["*the paper's*", *shown, ""])
         said += [
             f"- `{label}`, {name}: {verdict(found[name], theirs[name])}."
             for name in found
             if name in theirs
         ]
-    if not lines:
+    if not rows:
         return ""
     return (
-        "\nFinal networks less `at`'s of the same seeds, in points, with 95 % intervals over "
+        "Final networks less `at`'s of the same seeds, in points, with 95 % intervals over "
         "images and seeds (of one seed: over images alone); in brackets seed by seed:\n\n"
-        f"| arm | {' | '.join(COLUMNS)} | held out, PGD |\n{'| --- ' * (len(COLUMNS) + 2)}|\n"
-        + "\n".join(lines) + "\n"
+        + table(["arm", *COLUMNS, "held out, PGD"], rows) + "\n"
         + ("\nBeside the paper's differences:\n\n" + "\n".join(said) + "\n" if said else "")
     )  # fmt: skip
 

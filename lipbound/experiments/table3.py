@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from lipbound.experiments.request import Request
+from lipbound.experiments.table2 import SMOOTH, smooth
 from lipbound.experiments.trainings import Tier, work
+from lipbound.records import table
 from lipbound.robust.plan import Plan
 
 ON = "Imagenette at 64×64"
@@ -48,7 +50,7 @@ PAPER = {
     "at+lipreg 0.001": (0.519, 0.259, 0.123, 0.338, 0.204, 0.129),
 }  # fmt: skip
 """Of ResNet-101 on ImageNet: clean, PGD at 0.02 and 0.031, C&W at 1, 2, 3."""
-HEADS = ("clean", "PGD 0.02", "PGD 0.031", "C&W 1", "C&W 2", "C&W 3", "log10 bound", "Jacobian")
+HEADS = ("clean", "PGD 0.02", "PGD 0.031", "C&W 1", "C&W 2", "C&W 3")
 
 
 def compute(request: Request) -> dict[str, Any]:
@@ -61,29 +63,20 @@ def compute(request: Request) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> str:
-    lines = []
+    rows = []
     for cell in record["cells"]:
         for kind in ("best", "final"):
             found = cell[kind]
             values = [found["clean"], found["also"]["0.02"], found["pgd"]]
             values += [found["cw"][r] for r in ("1", "2", "3")]
-            shown = " | ".join(f"{100 * v['accuracy']:.1f}" for v in values)
-            bound = found["log10_lipschitz"]["upper"]
-            norm = found["jacobian_norms"]["quantiles"][3]
-            lines.append(
-                f"| {cell['label']} | {kind} | {shown} | "
-                f"{'' if bound is None else f'{bound:.1f}'} | {norm:.2f} |"
-            )
+            shown = [f"{100 * v['accuracy']:.1f}" for v in values]
+            rows.append([cell["label"], kind, *shown, *smooth([found])])
     for label, paper in PAPER.items():
-        shown = " | ".join(f"{100 * v:.1f}" for v in paper)
-        lines.append(f"| {label} | the paper's, ImageNet | {shown} | | |")
+        rows.append([label, "the paper's, ImageNet", *(f"{100 * v:.1f}" for v in paper), "", ""])
     says = TINY.says if record["tiny"] else TIER.says
-    body = "\n".join(lines)
     return f"""## The ImageNet recipe on Imagenette
 
 {says}. The paper's rows are of another data set and cannot be compared in size, only in order.
 
-| arm | network | {" | ".join(HEADS)} |
-{"| --- " * (len(HEADS) + 2)}|
-{body}
+{table(["arm", "network", *HEADS, *SMOOTH], rows)}
 """

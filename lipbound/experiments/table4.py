@@ -10,6 +10,7 @@ from typing import Any
 
 from lipbound.experiments.request import Request
 from lipbound.experiments.speed import NAMES, speed
+from lipbound.records import table
 
 ON = "He-initialised networks"  # the time does not depend on the weights
 PAPER = {
@@ -40,25 +41,22 @@ def from_bench(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> str:
-    lines, ours, theirs = [], [], []
+    rows, ours, theirs = [], [], []
     for name, found in record["networks"].items():
         paper = PAPER[name]
         ours.append(found["power"] / found["lipbound"])
         theirs.append(paper[1] / paper[0])
-        lines.append(
-            f"| {name} | {found['lipbound']:.4g} | {found['power']:.4g} | {ours[-1]:.0f} | "
-            f"{paper[0]:g} | {paper[1]:g} | {theirs[-1]:.2f} |"
-        )
-    body = "\n".join(lines)
+        measured = [f"{found['lipbound']:.4g}", f"{found['power']:.4g}", f"{ours[-1]:.0f}"]
+        told = [f"{paper[0]:g}", f"{paper[1]:g}", f"{theirs[-1]:.2f}"]
+        rows.append([name, *measured, *told])
+    heads = ["LipBound", "power", "ratio"]
     mean, paper_mean = (math.exp(sum(map(math.log, r)) / len(r)) for r in (ours, theirs))
     return f"""## The efficiency table
 
 Milliseconds for a whole network on {record["measured_on"]}, and the paper's on a Tesla V100; the
 power method makes ten iterations.
 
-| network | LipBound | power | ratio | the paper: LipBound | power | ratio |
-| --- | --- | --- | --- | --- | --- | --- |
-{body}
+{table(["network", *heads, f"the paper: {heads[0]}", *heads[1:]], rows)}
 
 Geometric mean of the ratios: {mean:.0f}, in the paper {paper_mean:.1f}.
 """
