@@ -155,8 +155,9 @@ def test_intervals_count_seeds_that_disagree():
     differ = difference(cells(450, 550, 650), none, "final", column)
     one = difference(cells(550), none, "final", column)
     assert agree["difference"] == pytest.approx(differ["difference"]) == pytest.approx(0.05)
-    assert differ["high"] - differ["low"] > 3 * (agree["high"] - agree["low"])
-    assert differ["high"] - differ["low"] == pytest.approx(2 * 1.96 * 0.1 / 3**0.5, rel=0.1)
+    assert differ["high"] - differ["low"] == pytest.approx(2 * 4.3 * 0.1 / 3**0.5, rel=0.1)
+    # 5 % of 1,000 images: √(0.05 · 0.95 / 1000) = 0.0069
+    assert agree["high"] - agree["low"] == pytest.approx(2 * 1.96 * 0.0069, rel=0.01)
     assert one["high"] == pytest.approx(agree["high"])
     assert gaps.verdict(one, 0.03) == "one seed, no verdict"
 
@@ -190,7 +191,6 @@ def test_differences_are_of_the_same_images_and_seeds():
         (-0.03, -0.01, (-0.03, -0.01), "the opposite of the paper's direction"),
         (-0.02, 0.01, (-0.02, 0.01), "no difference seen; the paper's lies outside the interval"),
         (-0.02, 0.11, (-0.02, 0.11), "no difference seen; the paper's cannot be excluded"),
-        (0.01, 0.03, (-0.01, 0.05), "no difference seen; the paper's lies outside the interval"),
     ],
 )
 def test_what_a_difference_says_of_the_papers(low, high, seeds, said):
@@ -230,8 +230,8 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
     assert "`at+lipreg 0.008`, clean: the opposite of the paper's direction." in few
     assert "`at+lipreg 0.008`, clean: the paper's direction, and its size." in full
     assert "C&W 0.6:" not in few + full, "no network was attacked so"
-    assert "`at decay 2e-3`" not in few, "the paper has no such arm"
-    assert "`at+lipreg 0.1`" not in few, "nor such a weight"
+    assert "`at decay 2e-3`, " not in few, "the paper has no such arm"
+    assert "`at+lipreg 0.1`, " not in few, "nor such a weight"
     table, tried = few.split(table2.TRIED)
     assert "| at+lipreg 0.1 |" not in table
     assert "| at+lipreg 0.1 | 70.0 |  | 50.0 | 3.0 | 1.00 |" in tried

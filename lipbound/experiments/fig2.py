@@ -54,8 +54,9 @@ def report(record: dict[str, Any]) -> str:
 
 {table(["kernel", "bound", *(f"Γ({n})" for n in sizes), "the paper"], rows)}
 
-A negative gap is an estimate below σ1. With one output channel LipBound equals sup σ1(F), and both
-certified bounds differ by their grids only.
+The kernels are random like the paper's, but not the paper's. A negative gap is an estimate below
+σ1. With one output channel LipBound equals sup σ1(F), and both certified bounds differ by their
+grids only.
 """
 
 

@@ -14,12 +14,12 @@ from lipbound.experiments import gaps
 from lipbound.experiments.gaps import (
     COLUMNS,
     PAPER,
+    against,
     attacked,
     grouped,
     held,
-    held_to_at,
+    held_less,
     paper_gaps,
-    to_at,
     verdict,
 )
 from lipbound.experiments.request import Request
@@ -166,13 +166,33 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
 
 def report(record: dict[str, Any]) -> str:
     drawn = "![Differences between the arms, with intervals](table2.svg)\n"
-    parts = [f"## The robustness table\n\n{_paper()}\n{drawn}"]
+    parts = [f"## Table 2: robustness\n\n{_paper()}\n{drawn}"]
     for name, cells in by_tier(record["cells"]).items():
         body = "\n".join(
             part for part in (_table(cells), _differences(cells), _tried(cells)) if part
         )
-        parts.append(f"### Tier {name}\n\n{ALL[name].says}.\n\n{body}")
+        parts.append(f"### Tier {name}\n\n{ALL[name].says}. {_arms(ALL[name], cells)}\n\n{body}")
     return "\n".join(parts)
+
+
+def _arms(tier: Tier, cells: list[dict[str, Any]]) -> str:
+    """What the labels stand for, and how much the attacks may do."""
+    named = grouped(cells)
+    plain = {"arm", "penalty_weight"}
+    meant = [
+        f"`{label}` is `{arm['arm']}` with "
+        + ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                    for name, value in arm.items() if name != "arm")
+        for label, arm in tier.arms.items()
+        if label in named and arm.keys() - plain
+    ]  # fmt: skip
+    decay = min(cell["settings"].get("weight_decay", 0.0) for cell in cells)
+    plan = tier.plan
+    return (
+        "; ".join([*meant, f"weight_decay is {decay:g} where nothing else is said"])
+        + f". PGD: {plan.restarts} × {plan.iterations} iterations at {plan.radius * 255:.3g}/255; "
+        f"Carlini & Wagner: {plan.searches} × {plan.search_steps}."
+    )
 
 
 def _paper() -> str:
@@ -245,11 +265,13 @@ def _tried(cells: list[dict[str, Any]]) -> str:
 
 def _differences(cells: list[dict[str, Any]]) -> str:
     rows, said = [], []
-    for label, found in to_at(cells).items():
-        theirs = paper_gaps(next(cell for cell in cells if cell["label"] == label))
+    for (label, other), found in against(cells).items():
+        first = next(cell for cell in cells if cell["label"] == label)
+        theirs = paper_gaps(first) if other == "at" else {}
         shown = [_gap(found[name]) if name in found else "" for name in COLUMNS]
-        aside = held_to_at(cells, label)
-        rows.append([label, *shown, "" if aside is None else f"{100 * aside:+.1f}"])
+        aside = held_less(cells, label, other)
+        shown.append("" if aside is None else f"{100 * aside:+.1f}")
+        rows.append([f"{label} − {other}", *shown])
         if theirs:
             shown = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in COLUMNS]
             rows.append(["*the paper's*", *shown, ""])
@@ -261,8 +283,9 @@ def _differences(cells: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     return (
-        "Final networks less `at`'s of the same seeds, in points, with 95 % intervals over "
-        "images and seeds (of one seed: over images alone); in brackets seed by seed:\n\n"
+        "Differences between final networks of the same seeds, in points, with 95 % intervals "
+        "over images and seeds (of one seed: over images alone), **bold** where zero lies "
+        "outside; in brackets seed by seed:\n\n"
         + table(["arm", *COLUMNS, "held out, PGD"], rows) + "\n"
         + ("\nBeside the paper's differences:\n\n" + "\n".join(said) + "\n" if said else "")
     )  # fmt: skip
@@ -271,4 +294,5 @@ def _differences(cells: list[dict[str, Any]]) -> str:
 def _gap(gap: dict[str, Any]) -> str:
     seeds = ", ".join(f"{100 * s:+.1f}" for s in gap["seeds"]) if len(gap["seeds"]) > 1 else ""
     text = f"{100 * gap['difference']:+.1f} [{100 * gap['low']:+.1f}, {100 * gap['high']:+.1f}]"
+    text = text if gap["low"] <= 0 <= gap["high"] else f"**{text}**"
     return text + (f" ({seeds})" if seeds else "")

@@ -74,7 +74,7 @@ def report(record: dict[str, Any]) -> str:
     for label, paper in PAPER.items():
         rows.append([label, "the paper's, ImageNet", *(f"{100 * v:.1f}" for v in paper), "", ""])
     says = TINY.says if record["tiny"] else TIER.says
-    return f"""## The ImageNet recipe on Imagenette
+    return f"""## Table 3: the ImageNet recipe on Imagenette
 
 {says}. The paper's rows are of another data set and cannot be compared in size, only in order.
 
