@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from typing import NoReturn
 
 
 def main() -> None:
@@ -16,9 +18,12 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError:
         _stop("commands need an extra: pip install 'lipbound[cli]'", 2)
-    from lipbound.commands import run
-
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without arrows gets their names
+            stream.reconfigure(errors="backslashreplace")
     try:
+        from lipbound.commands import run
+
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
         code = 130
@@ -39,7 +44,7 @@ def main() -> None:
     raise SystemExit(code)
 
 
-def _stop(message: str, code: int) -> None:
+def _stop(message: str, code: int) -> NoReturn:
     from lipbound.text import printable
 
     print(f"lipbound: {printable(' '.join(message.split()))}", file=sys.stderr)

@@ -12,6 +12,7 @@ import typer
 from lipbound.given import (
     bar,
     check_input,
+    check_numbers,
     check_plot,
     check_report,
     data_set,
@@ -146,17 +147,23 @@ def audit(
 
     check_writable(html)
     check_report(html)
+    check_numbers(rtol=rtol, fail_above=fail_above)
     network, shape, name = network_or_weights(source, model)
     if input_shape is not None:
         shape = input_shape_of(input_shape)
         if not isinstance(network, dict):
             check_input(network, shape)
     how: dict[str, Any] = {"method": method, "progress": bar}
+    geometry = {"stride": stride, "dilation": dilation, "groups": groups}
     if isinstance(network, dict):
+        if effort != "normal":
+            raise ValueError(f"--effort {effort} is for networks; name the architecture by --model")
         placed = network if device is None else {k: moved(t, device) for k, t in network.items()}
-        geometry = {"stride": stride, "dilation": dilation, "groups": groups}
         found = audit_weights(placed, rtol, **{**how, **geometry})
     else:
+        if set(geometry.values()) != {1}:
+            raise ValueError("--stride, --dilation and --groups are for weights alone, not for "
+                             f"{source}, whose layers have their own")  # fmt: skip
         network = network if device is None else moved(network, device)
         found = run_audit(network, shape, rtol, effort=effort, **how)
     if json_:
@@ -221,6 +228,7 @@ def train(
     from lipbound.robust.settings import ARMS, parse, settings
     from lipbound.robust.train import train as run_training
 
+    check_numbers(time_limit=time_limit, save_every=save_every)
     given = {
         "model": model, "data": data, "epochs": epochs, "penalty": penalty, "floor": floor,
         "penalty_weight": penalty_weight, "seed": seed,
@@ -250,10 +258,12 @@ def train(
             break
     if os.environ.get("RANK", "0") != "0":
         return
-    training_table(summaries)
+    if any(not summary["stopped"] for summary in summaries):
+        training_table(summaries)
     if summaries[-1]["stopped"]:
         typer.echo(f"lipbound: {summaries[-1]['stopped']}; --resume goes on", err=True)
-        raise typer.Exit(130 if summaries[-1]["stopped"] == "interrupted" else 0)
+        # Past typer, which has its own words for an interruption.
+        raise SystemExit(130 if summaries[-1]["stopped"] == "interrupted" else 0)
 
 
 @app.command()
@@ -383,6 +393,7 @@ def reproduce(
     from lipbound.experiments.request import Request
     from lipbound.files import check_writable
 
+    check_numbers(minutes=minutes)
     names = list(steps.EXPERIMENTS) if name == "all" else [name]
     for each in names:
         if each not in steps.EXPERIMENTS:

@@ -295,6 +295,8 @@ def check_kernel(kernel: Tensor) -> None:
 
 
 def _with_input_shape(conv: Convolution, shape: Sequence[int]) -> Convolution:
+    if isinstance(shape, int):
+        raise ValueError(f"input_shape={shape} is no shape; pass {(shape,) * conv.dims} say")
     shape = tuple(int(n) for n in shape)
     size = shape[-conv.dims :] if conv.dims else ()
     expected = f"({', '.join(['n'] * conv.dims)}) or ({conv.in_channels}, ...)"

@@ -13,6 +13,13 @@ def check_plot(plot: Path | None) -> None:
     check_report(plot)
 
 
+def check_numbers(**given: float | None) -> None:
+    """Whether options that were given are numbers from 0 on."""
+    for name, value in given.items():
+        if value is not None and not value >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g} must not be negative, nor nan")
+
+
 def check_report(path: Path | None) -> None:
     """Whether what figures and pages need is there, before anything is computed for them."""
     if path is None:
@@ -64,9 +71,13 @@ def network_or_weights(source: str, model: str | None) -> tuple[Any, tuple[int, 
     """The model to audit, or its weights alone; its usual input shape, and a title."""
     from lipbound import demo, sources
 
+    known = demo.network() if source == "demo" else sources.own_model(source)
+    if known is not None and model is not None:
+        raise ValueError(
+            f"--model {model} is the architecture of a weights file, not of {source!r}"
+        )
     if source == "demo":
-        return demo.network(), demo.INPUT_SHAPE, "the embedded digits CNN"
-    known = sources.own_model(source)
+        return known, demo.INPUT_SHAPE, "the embedded digits CNN"
     if known is not None:
         return known, _usual(source), f"{source}, random weights"
     path = Path(source)

@@ -211,17 +211,30 @@ def audit_weights(
     like = {k: t for k, t in weights.items() if t.is_nested or 3 <= t.ndim <= 5}
     numbers = {k: t for k, t in like.items() if t.is_floating_point()}
     kernels = {name: named(name, tensor, **geometry) for name, tensor in numbers.items()}
-    others = [f"{k} ({t.dtype})" for k, t in like.items() if k not in kernels]
-    shown = ", ".join(others[:3]) + (" ..." if len(others) > 3 else "")
-    left_out = f"{len(others)} left out, no real floating-point numbers: {shown}" if others else ""
+    left_out = {
+        "no real floating-point numbers": [
+            f"{k} ({t.dtype})" for k, t in like.items() if k not in kernels
+        ],
+        "matrices, Linear layers only where an architecture says so": [
+            k for k, t in weights.items() if not t.is_nested and t.ndim == 2
+        ],
+        "BatchNorm, which scales its input": [
+            k.removesuffix("running_var").rstrip(".") for k in weights if k.endswith("running_var")
+        ],
+    }
+    note = "; ".join(
+        f"{len(names)} left out, {why}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for why, names in left_out.items()
+        if names
+    )
     if not kernels:
         raise ValueError(
             f"none of the {len(weights)} tensors is a kernel of three to five axes"
-            + (f"; {left_out}" if left_out else "")
+            + (f"; {note}" if note else "")
         )
     layers = layer_reports(kernels, Options(rtol, method=method), progress)
     reason = "weights alone: without the architecture there is no network to bound"
-    return Audit(layers, math.inf, 0.0, reason, (), _product(layers), None, note=left_out)
+    return Audit(layers, math.inf, 0.0, reason, (), _product(layers), None, note=note)
 
 
 @torch.no_grad()

@@ -25,6 +25,30 @@ from lipbound.text import printable
 Record = dict[str, Any]
 
 
+class Screen(Console):
+    """A terminal, or plain text of 120 columns where there is none."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        if not self.is_terminal:
+            self.width, self.no_color = 120, True
+
+    def on_broken_pipe(self) -> None:
+        """``| head`` is no error."""
+        raise BrokenPipeError
+
+    def show(self, table: Table, folds: int = 0) -> None:
+        """Nothing of a table is left out on a narrow terminal: its lines go on below.
+
+        Args:
+            table: What to show.
+            folds: How many columns it may be narrower, by folding its text.
+        """
+        whole = self.measure(table, options=self.options.update(max_width=10_000)).maximum
+        table.width = whole if whole - folds > self.width else None
+        self.print(table, crop=False)
+
+
 def escape(text: str) -> str:
     """A text from elsewhere as a console may print it: no markup, no control characters."""
     return without_markup(printable(text))
@@ -140,11 +164,9 @@ class TrainingView:
         self.console.print(escape(f"lipbound: {text}"), style="yellow", soft_wrap=True)
 
 
-def training_table(summaries: Sequence[Record], console: Console | None = None) -> None:
+def training_table(summaries: Sequence[Record], console: Screen | None = None) -> None:
     """Print one line per arm: accuracies of the best and the final weights, product, time."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(width=120, no_color=True)
+    console = console or Screen()
     table = Table(header_style="bold", box=None, pad_edge=False)
     table.add_column("\narm", no_wrap=True)
     for which in ("best", "final"):
@@ -160,14 +182,12 @@ def training_table(summaries: Sequence[Record], console: Console | None = None) 
             cells += [f"{100 * found[k]:.1f} %" for k in ("test_accuracy", "test_pgd_accuracy")]
             cells.append(f"10^{found['log10_product']:.2f}")
         table.add_row(escape(row["arm"]), *cells, f"{row['step_ms']:.1f}")
-    console.print(table)
+    console.show(table)
 
 
-def attack_table(record: Record, console: Console | None = None) -> None:
+def attack_table(record: Record, console: Screen | None = None) -> None:
     """Print accuracies with their intervals, then what casts doubt on them."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(width=120, no_color=True)
+    console = console or Screen()
     title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
     table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
                   pad_edge=False)  # fmt: skip
@@ -194,7 +214,7 @@ def attack_table(record: Record, console: Console | None = None) -> None:
                     row(f"{name} l2 {radius}", found)
     for radius, found in record.get("certified", {}).items():
         row(f"certified l2 {radius}", found)
-    console.print(table)
+    console.show(table)
     if record.get("cw", {}).get("median_norm") is not None:
         console.print(f"median norm of Carlini & Wagner: {record['cw']['median_norm']:.4g}")
     if "jacobian_norms" in record:
@@ -214,14 +234,12 @@ def attack_table(record: Record, console: Console | None = None) -> None:
         console.print("no doubts: gradients, iterations, radii and a gradient-free attack agree")
 
 
-def audit_table(audit: Audit, title: str, console: Console | None = None) -> None:
+def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None:
     """Print one line per layer, then the network; plain text when the output is no terminal."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(width=120, no_color=True)
+    console = console or Screen()
     table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
                   pad_edge=False)  # fmt: skip
-    table.add_column("layer")
+    table.add_column("layer", overflow="fold")
     table.add_column("geometry", no_wrap=True)
     for heading in ("lower", "upper", "LipBound"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -229,7 +247,8 @@ def audit_table(audit: Audit, title: str, console: Console | None = None) -> Non
         numbers = (row.bracket.lower, row.bracket.upper, row.lipbound)
         cells = ["" if value is None else f"{value:.5g}" for value in numbers]
         table.add_row(escape(row.name), geometry(row.layer), *cells)
-    console.print(table)
+    longest = max((len(printable(row.name)) for row in audit.layers), default=0)
+    console.show(table, folds=max(0, longest - 20))
     for line in summary(audit):
         console.print(escape(line))
 

@@ -7,10 +7,13 @@ Files are read, never executed: safetensors, or PyTorch files with ``weights_onl
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -36,11 +39,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     elif path.suffix in PICKLED:
         _refuse_bomb(path)
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings(action="ignore"):
+                content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else "unreadable"
+            named = re.search(r"GLOBAL \S+", str(error))  # what it would have called
+            first = shorten(str(error).strip().partition("\n")[0], 120, placeholder=" ...")
+            said = named[0] if named else f"{type(error).__name__} {first}".strip()
             raise ValueError(
-                f"{str(path)!r} holds more than weights, or is damaged ({first[:120]}); nothing of "
+                f"{str(path)!r} holds more than weights, or is damaged ({said}); nothing of "
                 f"it was run. Save model.state_dict(), as safetensors if you can"
             ) from None
     else:

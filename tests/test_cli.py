@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import lipbound
 import lipbound.robust.models
 from lipbound import cli, demo
+from lipbound.report import Screen, audit_table
 from lipbound.sizes import input_shapes
 
 
@@ -266,6 +269,57 @@ def test_train_resume_and_audit_what_came_out(monkeypatch, capsys, tmp_path):
     ):
         code, _, err = run(monkeypatch, capsys, *arguments, *wrong)
         assert (code, err.count("\n"), message in err) == (2, 1, True), err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["audit", "demo", "--stride", "2"], "--stride, --dilation and --groups are for weights"),
+        (["audit", "demo", "--model", "resnet20"], "not of 'demo'"),
+        (["audit", "demo", "--fail-above", "nan"], "--fail-above nan"),
+        (["audit", "WEIGHTS", "--effort", "high"], "--effort high is for networks"),
+        (["train", "--out", "RUN", "--time-limit", "-1"], "--time-limit -1"),
+        (["train", "--out", "RUN", "--save-every", "-1"], "--save-every -1"),
+        (["train", "--out", "RUN", "--set", "foo"], "--set 'foo' is not NAME=VALUE"),
+        (["train", "--out", "RUN", "--set", "foo=1"], "unknown setting 'foo'"),
+        (["train", "--out", "RUN", "--model", "nope"], "unknown model 'nope'"),
+        (["reproduce", "fig1", "--minutes", "-3"], "--minutes -3"),
+    ],
+)
+def test_options_that_make_no_sense(monkeypatch, capsys, tmp_path, arguments, message):
+    torch.save({"weight": torch.ones(1, 1, 3)}, tmp_path / "w.pt")
+    places = {"WEIGHTS": str(tmp_path / "w.pt"), "RUN": str(tmp_path / "run")}
+    code, _, err = run(monkeypatch, capsys, *(places.get(a, a) for a in arguments))
+    assert (code, err.count("\n"), message in err) == (2, 1, True), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_weights_alone_leave_out_is_said(monkeypatch, capsys, tmp_path):
+    one = torch.ones(1, 1, 3)
+    torch.save({"a": one, "fc.weight": one[0], "b.running_var": one[0, 0]}, tmp_path / "w.pt")
+    _, out, _ = run(monkeypatch, capsys, "audit", str(tmp_path / "w.pt"), "--json")
+    assert re.search(r"1 left out, matrices.*fc\.weight; 1 left out, BatchNorm.*: b$",
+                     json.loads(out)["note"])  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_no_column_is_lost_on_a_narrow_terminal(width):
+    screen = io.StringIO()
+    kernels = {"block.with.a.long.name.and.more": torch.ones(1, 1, 3), "b": torch.ones(1, 1, 3)}
+    found = lipbound.network.audit_weights(kernels)
+    audit_table(found, "x", Screen(file=screen, force_terminal=True, width=width, no_color=True))
+    lines = "".join(re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())).split("\n")
+    assert any(re.match(r"b +1→1 3 +3 +3.00\d+ +3.0\d+$", line) for line in lines)
+    assert max(len(line) for line in lines[2:4]) <= max(width, 70)
+
+
+def test_a_pipe_that_ends_is_no_error():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        Screen(file=Closed()).print("x")
 
 
 def test_odd_names_are_printed_as_they_are(monkeypatch, capsys, tmp_path):

@@ -85,11 +85,11 @@ def test_names_do_not_speak_to_the_terminal(monkeypatch, capsys, tmp_path):
     torch.save({EVIL: torch.full((1, 1, 3, 3), torch.nan)}, path)
     code, _, err = run(monkeypatch, capsys, "audit", str(path))
     assert (code, err.count("\n")) == (2, 1)
-    from rich.console import Console
+    from lipbound.report import Screen
 
     screen = io.StringIO()
     found = audit_weights({EVIL: torch.ones(1, 1, 3, 3)})
-    audit_table(found, EVIL, Console(file=screen, force_terminal=True, width=300, no_color=True))
+    audit_table(found, EVIL, Screen(file=screen, force_terminal=True, width=300, no_color=True))
     with speed_table(["sgd"]) as show:
         show({"network": EVIL, "milliseconds": {}})
     for text in (out, err, capsys.readouterr().out, screen.getvalue()):

@@ -220,8 +220,10 @@ def parse(text: str) -> tuple[str, Any]:
     """
     name, equals, value = text.partition("=")
     kinds = get_type_hints(Settings)
-    if not equals or name not in kinds:
-        raise ValueError(f"--set {text!r} is not NAME=VALUE{_close(name, kinds)}")
+    if not equals:
+        raise ValueError(f"--set {text!r} is not NAME=VALUE")
+    if name not in kinds:
+        raise ValueError(f"--set {text!r}: unknown setting {name!r}{_close(name, kinds)}")
     kind = kinds[name]
     try:
         if kind is bool:

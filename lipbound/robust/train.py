@@ -63,8 +63,9 @@ def _trained(
     save_every: int,
     watcher: Watcher | None,
 ) -> dict[str, Any]:
-    with RunFolder(out, who.first) as folder, _signals() as stop:
-        run = Run(chosen, data, who, stop)
+    with _signals() as stop, contextlib.ExitStack() as opened:
+        run = Run(chosen, data, who, stop)  # what cannot be built leaves no folder behind
+        folder = opened.enter_context(RunFolder(out, who.first))
         state = folder.open(as_dict(chosen), resume)
         if state is not None:
             run.load(*state[:2])
