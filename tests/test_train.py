@@ -53,6 +53,7 @@ def equal(one: Path, other: Path) -> bool:
 EXACT = {
     **{arm: {"arm": arm} for arm in ARMS},
     "ema, dropout": {"model": "wrn-10-1", "ema": 0.9, "dropout": 0.3, "arm": "at"},
+    "awp": {"model": "wrn-10-1", "awp": 0.01, "arm": "at+spectral"},
     "folded, floor": {"batchnorm": "folded", "floor": 1.0, "attack_mode": "train"},
 }
 
@@ -421,22 +422,46 @@ def test_averaged_weights(monkeypatch):
     assert any(not torch.equal(b, moving[name]) for name, b in run.average.named_buffers())
 
 
-def test_a_step_is_sgd_on_loss_and_penalty():
-    """One step by hand: attack, smoothed loss, decay, penalty, momentum."""
-    wanted = chosen("at+lipreg", label_smoothing=0.1, weight_decay=0.01, penalty_weight=0.2)
+@pytest.mark.parametrize("awp", [0.0, 0.1])
+def test_a_step_is_sgd_on_loss_and_penalty(awp):
+    """One step by hand: attack, perturbed weights, smoothed loss, decay, penalty, momentum."""
+    wanted = chosen(label_smoothing=0.1, weight_decay=0.01, penalty_weight=0.2, awp=awp)
     data = blobs(channels=3)
     run, other = (Run(wanted, data, Team(torch.device("cpu"))) for _ in range(2))
     images, labels = other._batch()
     images = other._attacked(other.model, images, labels, wanted.attack)
-    loss = torch.nn.functional.cross_entropy(
-        other.model.train()(images), labels, label_smoothing=0.1
-    )
-    (loss + other.penalty()).backward()
+    level, uphill = (copy.deepcopy(other.model).train() for _ in range(2))
+
+    def slopes(model):
+        loss = torch.nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    for weight, slope in zip(uphill.parameters(), slopes(level), strict=True):
+        if weight.ndim > 1:
+            weight.data += awp * weight.norm() * slope / slope.norm()
+    found = slopes(uphill)
+    other.model.load_state_dict(dict(uphill.named_buffers()), strict=False)
+    other.penalty().backward()
     rate = wanted.learning_rate(0, other.steps)
     run.advance()
-    for mine, start in zip(run.parameters, other.parameters, strict=True):
-        expected = start - rate * (start.grad + 0.01 * start)
+    for mine, start, slope in zip(run.parameters, other.parameters, found, strict=True):
+        penalty = 0 if start.grad is None else start.grad
+        expected = start - rate * (slope + penalty + 0.01 * start)
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+    counts = {int(b) for n, b in run.model.named_buffers() if n.endswith("tracked")}
+    assert counts == {1}, "BatchNorm has counted the images twice"
+
+
+def test_a_run_of_a_version_with_fewer_settings_goes_on(tmp_path):
+    wanted, data = chosen("at"), blobs(channels=3)
+    train(wanted, data, tmp_path, device="cpu", time_limit=0)
+    path = tmp_path / "settings.json"
+    stored = json.loads(path.read_text())
+    assert stored.pop("awp") == 0
+    path.write_text(json.dumps(stored))
+    assert not train(wanted, data, tmp_path, device="cpu", resume=True)["stopped"]
+    with pytest.raises(ValueError, match=r"its awp is 0\.0, not 0\.1"):
+        train(chosen("at", awp=0.1), data, tmp_path, device="cpu", resume=True)
 
 
 def test_the_best_is_chosen_on_held_out_images_alone(tmp_path):

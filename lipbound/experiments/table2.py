@@ -41,7 +41,10 @@ FEW: dict[str, Any] = {
 }  # fmt: skip
 QUICK: dict[str, Any] = {"data": "packed-cifar10", "batch": 256, "held_out": 0.02, "check": 500}
 PUBLISHED = {"penalty": "polygrid", "samples": 10}
-OURS = {"arm": "at+spectral", "batchnorm": "folded", "ema": 0.998}
+OURS = {"arm": "at+spectral", "batchnorm": "folded", "ema": 0.998, "penalty_weight": 0.001}
+AWP = {
+    f"ours awp {gamma:g}": {**OURS, "weight_decay": 5e-4, "awp": gamma} for gamma in (0.005, 0.01)
+}
 TIERS = {
     "A0": Tier(
         "As `A` with batches of 200 like the paper's: a pilot, whose 3,000 steps were too few to "
@@ -64,11 +67,12 @@ TIERS = {
             **SPECTRAL,
             "baseline": {"arm": "baseline"},
             "at+pm": {"arm": "at+pm"},
-            "ours": {**OURS, "penalty_weight": 0.001, "weight_decay": 2e-3},
+            "ours": {**OURS, "weight_decay": 2e-3},
+            **AWP,
         },
         {"at": 3, "at+lipreg 0.008": 3, "at decay 2e-3": 3, "baseline": 3, "at+pm": 3, "ours": 3},
         FULL,
-        tried=(*list(LIPREG)[1:], *SPECTRAL),
+        tried=(*list(LIPREG)[1:], *SPECTRAL, *AWP),
     ),
     "O": Tier(
         "WRN-28-4 on 3,000 of the first 3,500 training images of CIFAR-10 (the others choose "
@@ -80,7 +84,7 @@ TIERS = {
             "at": {"arm": "at"},
             "at+lipreg 0.008": {"arm": "at+lipreg"},
             "at decay 2e-3": {"arm": "at", "weight_decay": 2e-3},
-            "ours": {**OURS, "penalty_weight": 0.001, "weight_decay": 2e-3},
+            "ours": AWP["ours awp 0.01"],
         },
         {"at": 3, "at+lipreg 0.008": 3, "at decay 2e-3": 3, "ours": 3},
         FULL,
@@ -91,7 +95,7 @@ TIERS = {
         {
             "at": {"arm": "at"},
             "at+lipreg 0.008": {"arm": "at+lipreg", **PUBLISHED},
-            "ours": {**OURS, "penalty_weight": 0.001, "weight_decay": 1e-3},
+            "ours": AWP["ours awp 0.005"],
         },
         plan=FULL,
         preset="fast",

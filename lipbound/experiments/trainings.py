@@ -26,7 +26,7 @@ from lipbound.robust.assess import assess, networks
 from lipbound.robust.data import DATA, Data
 from lipbound.robust.folder import lock
 from lipbound.robust.plan import Plan
-from lipbound.robust.settings import Settings, as_dict, settings
+from lipbound.robust.settings import Settings, as_dict, filled, settings
 from lipbound.robust.train import train
 from lipbound.robust.trained import Trained
 
@@ -119,7 +119,7 @@ def work(
         if (
             done
             and before is not None
-            and not _same(before["settings"], tier.settings(label, seed))
+            and filled(before["settings"]) != as_dict(tier.settings(label, seed))
         ):
             raise ValueError(
                 f"{str(path)!r} has tier {name}, {label}, seed {seed} with other settings; give "
@@ -145,12 +145,6 @@ def work(
                 break
             append(path, {"tier": name, "label": label, "seed": seed, **record})
     return [r for r in latest(read(path)).values() if r["tier"] == name]
-
-
-def _same(stored: dict[str, Any], chosen: Settings) -> bool:
-    """Whether settings are those of a record, which may be of a time with fewer of them."""
-    now = as_dict(chosen)
-    return all(now.get(name) == value for name, value in stored.items())
 
 
 def latest(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lipbound.files import write
+from lipbound.robust.settings import filled
 
 KEY = "lipbound"
 FORMAT = 1
@@ -114,7 +115,7 @@ class Folder:
         for path in reversed(self.all()):
             try:
                 tensors, record = load(path)
-                if settings is not None and record.get("settings") != settings:
+                if settings is not None and filled(record.get("settings", {})) != settings:
                     raise ValueError(f"{str(path)!r} belongs to another run")
                 return tensors, record, wrong
             except ValueError as error:

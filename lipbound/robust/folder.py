@@ -15,6 +15,7 @@ from torch import Tensor
 from lipbound.files import read_json, write
 from lipbound.records import append, read, rewrite
 from lipbound.robust import checkpoints
+from lipbound.robust.settings import filled
 
 _held: WeakSet[IO[str]] = WeakSet()
 
@@ -88,7 +89,7 @@ class RunFolder:
                 f"{str(self.root)!r} holds a run already; --resume to go on, or another --out"
             )
         if self.writes and path.exists():
-            stored = read_json(path)
+            stored = filled(read_json(path))
             for name in {**stored, **settings}:
                 mine, theirs = settings.get(name), stored.get(name)
                 if mine != theirs:

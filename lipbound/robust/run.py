@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lipbound.penalty import Penalty
 from lipbound.robust.attacks import pgd
+from lipbound.robust.awp import perturbed
 from lipbound.robust.balls import BALLS
 from lipbound.robust.data import Data, Memory, Split, moved, moves
 from lipbound.robust.freeze import frozen
@@ -126,12 +127,8 @@ class Run:
         if self.chosen.attack:
             images = self._attacked(self.model, images, labels, self.chosen.attack)
         self.model.train()
-        with self._autocast():
-            logits = self.model(images).float()
-        loss = functional.cross_entropy(logits, labels, label_smoothing=self.chosen.label_smoothing)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.who.mean(p.grad for p in self.parameters if p.grad is not None)
+        with self._perturbed(images, labels) if self.chosen.awp else contextlib.nullcontext():
+            loss, logits = self._gradients(images, labels)
         # Every process saw other images; the penalty and the next attack read the same statistics.
         self.who.share(b for b in self.model.buffers() if b.is_floating_point())
         value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
@@ -149,6 +146,24 @@ class Run:
             self.shown = now  # reading the loss waits for the device: not at every step
             watcher.step(self.step, self.steps, float(loss.detach()))
         self.seconds += time.perf_counter() - start
+
+    def _gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and logits; the loss's gradients, of all processes, lie in ``.grad``."""
+        with self._autocast():
+            logits = self.model(images).float()
+        loss = functional.cross_entropy(logits, labels, label_smoothing=self.chosen.label_smoothing)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.who.mean(p.grad for p in self.parameters if p.grad is not None)
+        return loss, logits
+
+    def _perturbed(self, images: Tensor, labels: Tensor) -> contextlib.AbstractContextManager[None]:
+        """The weights where these images' loss is higher. BatchNorm counts the images once."""
+        buffers = list(self.model.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        self._gradients(images, labels)
+        torch._foreach_copy_(buffers, before)
+        return perturbed(self.parameters, self.chosen.awp)
 
     def check(self) -> tuple[dict[str, Any], bool]:
         """The epoch's record, and whether these weights are the best so far.

@@ -35,6 +35,8 @@ class Settings:
         nesterov: Nesterov's form of it.
         weight_decay: λ1, on all parameters.
         label_smoothing: Of the training loss.
+        awp: γ of adversarial weight perturbation: the gradient is taken where the weights have
+            moved uphill by γ of their norm. 0 for none, 0.005 to 0.01 against overfitting.
         ema: Decay of the averaged weights that are evaluated, with BatchNorm statistics of their
             own; 0 for none.
         dropout: Between a block's convolutions.
@@ -77,6 +79,7 @@ class Settings:
     nesterov: bool = False
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
+    awp: float = 0.0
     ema: float = 0.0
     dropout: float = 0.0
     bias: bool = False
@@ -123,7 +126,7 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)!r} must not be negative")
         if self.ball not in BALLS:
             raise ValueError(f"ball={self.ball!r} is not one of {', '.join(BALLS)}")
-        for name in ("held_out", "ema", "dropout", "momentum", "label_smoothing"):
+        for name in ("held_out", "awp", "ema", "dropout", "momentum", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must lie in [0, 1)")
 
@@ -239,6 +242,11 @@ def parse(text: str) -> tuple[str, Any]:
 def as_dict(chosen: Settings) -> dict[str, Any]:
     """For JSON; tuples are lists there."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(chosen).items()}
+
+
+def filled(stored: dict[str, Any]) -> dict[str, Any]:
+    """A record of settings, perhaps of a version that had fewer: it did what is default now."""
+    return {**as_dict(Settings()), **stored}
 
 
 def from_dict(stored: dict[str, Any]) -> Settings:
