@@ -177,39 +177,60 @@ def verdict(gap: dict[str, Any], paper: float) -> str:
 
 
 def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
-    """Tier by tier, with intervals; the paper's hollow."""
-    drawn: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-    for name, cells in tiers.items():
-        found = {label: gaps for (label, to), gaps in against(cells).items() if to == "at"}
-        drawn |= {name: found} if found else {}
-    count = max(1, len(drawn))
+    """Tier by tier: differences with intervals, the paper's hollow; accuracies beside bounds."""
+    tiers = {name: attacked(cells) for name, cells in tiers.items() if attacked(cells)}
+    count = max(1, len(tiers))
     made, axes = pyplot.subplots(
-        count, 1, figsize=(7.2, 2.7 * count), layout="constrained", squeeze=False, sharex=True
-    )
-    labels = [*dict.fromkeys(label for found in drawn.values() for label in found)]
-    for axis, (tier, found) in zip(axes[:, 0], drawn.items(), strict=False):
-        axis.axvline(0, color="#888888", lw=0.8)
-        for place, (label, gaps) in enumerate(found.items()):
-            color = f"C{labels.index(label) % 10}"
-            shift = 0.7 * ((place + 0.5) / len(found) - 0.5)
-            rows = [list(COLUMNS).index(name) + shift for name in gaps]
-            middles = [100 * gap["difference"] for gap in gaps.values()]
-            reach = [100 * (gap["high"] - gap["difference"]) for gap in gaps.values()]
-            seeds = max(len(gap["seeds"]) for gap in gaps.values())
-            name = f"{label}, {seeds} seed{'s' if seeds > 1 else ''}"
-            axis.errorbar(middles, rows, xerr=reach, fmt="o", ms=4, color=color, label=name)
-            theirs = paper_gaps(next(cell for cell in tiers[tier] if cell["label"] == label))
-            rows = [list(COLUMNS).index(name) + shift for name in theirs]
-            axis.plot(
-                [100 * gap for gap in theirs.values()], rows, "D", ms=5, mfc="none", color=color,
-                label=f"{label}, the paper's" if theirs else None,
-            )  # fmt: skip
-        axis.set_yticks(range(len(COLUMNS)), labels=[*COLUMNS])
-        axis.set_ylim(len(COLUMNS) - 0.5, -0.5)
-        axis.set_title(f"tier {tier}: final networks less at's", loc="left", fontsize=10)
-        axis.grid(axis="x", color="#e8e8e8")
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-        axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        count, 2, figsize=(9.8, 2.9 * count), layout="constrained", squeeze=False, sharex="col",
+        width_ratios=(3, 2),
+    )  # fmt: skip
+    labels = dict.fromkeys(cell["label"] for cells in tiers.values() for cell in cells)
+    others = [label for label in labels if label not in ("at", "baseline")]
+    colors = {"at": "#333333", **{label: f"C{i % 10}" for i, label in enumerate(others)}}
+    for (left, right), (tier, cells) in zip(axes, tiers.items(), strict=False):
+        left.set_title(f"tier {tier}: final networks less at's", loc="left", fontsize=10)
+        right.set_title("accuracy under PGD, every seed", loc="left", fontsize=10)
+        _draw_differences(left, cells, colors)
+        _draw_bounds(right, cells, colors)
+        for axis in (left, right):
+            axis.grid(axis="x", color="#e8e8e8")
+            for side in ("top", "right"):
+                axis.spines[side].set_visible(False)
+        shown = left.get_legend_handles_labels(), right.get_legend_handles_labels()
+        handles, names = ([*mine, *other] for mine, other in zip(*reversed(shown), strict=True))
+        right.legend(
+            handles, names, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+        )
     axes[-1, 0].set_xlabel("accuracy, points")
+    axes[-1, 1].set_xlabel("log10 of the certified Lipschitz bound")
     return made
+
+
+def _draw_differences(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str]) -> None:
+    found = {label: gaps for (label, to), gaps in against(cells).items() if to == "at"}
+    axis.axvline(0, color="#888888", lw=0.8)
+    for place, (label, gaps) in enumerate(found.items()):
+        shift = 0.7 * ((place + 0.5) / len(found) - 0.5)
+        rows = [list(COLUMNS).index(name) + shift for name in gaps]
+        middles = [100 * gap["difference"] for gap in gaps.values()]
+        reach = [100 * (gap["high"] - gap["difference"]) for gap in gaps.values()]
+        axis.errorbar(middles, rows, xerr=reach, fmt="o", ms=4, color=colors[label])
+        theirs = paper_gaps(next(cell for cell in cells if cell["label"] == label))
+        rows = [list(COLUMNS).index(name) + shift for name in theirs]
+        axis.plot(
+            [100 * gap for gap in theirs.values()], rows, "D", ms=5, mfc="none",
+            color=colors[label], label=f"{label}, the paper's" if theirs else None,
+        )  # fmt: skip
+    axis.set_yticks(range(len(COLUMNS)), labels=[*COLUMNS])
+    axis.set_ylim(len(COLUMNS) - 0.5, -0.5)
+
+
+def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str]) -> None:
+    for label, group in grouped(cells).items():
+        finals = [cell["final"] for cell in group]
+        bounds = [final["log10_lipschitz"]["upper"] for final in finals]
+        if label in colors and None not in bounds:
+            seeds = f"{len(group)} seed{'s' if len(group) > 1 else ''}"
+            accuracies = [100 * final["pgd"]["accuracy"] for final in finals]
+            axis.plot(bounds, accuracies, "o", ms=5, color=colors[label], label=f"{label}, {seeds}")
+    axis.set_ylabel("%")
