@@ -353,7 +353,7 @@ def test_the_log_collapses_without_batchnorm_and_the_floor_does_not(tmp_path):
     for floor in (0.0, 1.0):
         wanted = settings(
             "at+lipreg", "digits", model="cnn-plain", penalty_weight=0.12, floor=floor, lr=0.1,
-            attack=1, step=1.0, check=20, check_attack=1,
+            attack=1, step=1.0, check=20, check_attack=1, epochs=8, batch=32,
         )  # fmt: skip
         found = train(wanted, digits(), tmp_path / str(floor), device="cpu")
         model, _ = load_model(tmp_path / str(floor) / "final.safetensors")

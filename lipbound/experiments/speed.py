@@ -117,7 +117,7 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int =
 
     for _ in range(3):
         once = timed(1)
-    if once > 1:
+    if once > 0.3:
         repeats = 3
     calls = max(1, min(20, math.ceil(0.004 / once)))
     return 1e3 * statistics.median(timed(calls) for _ in range(repeats))
