@@ -142,7 +142,7 @@ def torchrun(script: Path, count: int) -> list[str]:
 
 
 def test_two_processes_are_one(tmp_path):
-    options = {"model": "cnn-plain", "lr": 0.05}
+    options = {"model": "cnn-plain", "lr": 0.05, "awp": 0.05}
     for count, name in ((1, "one"), (2, "two")):
         script = worker(tmp_path, tmp_path / name, save=0, **options)
         run = [sys.executable, str(script)] if count == 1 else torchrun(script, count)
@@ -167,7 +167,7 @@ from lipbound.robust.team import team
 from lipbound.robust.run import Run
 from torch import distributed as dist
 with team("cpu") as who:
-    wanted = chosen("at+lipreg", ema=0.5, batchnorm={batchnorm!r})
+    wanted = chosen("at+lipreg", ema=0.5, awp=0.05, batchnorm={batchnorm!r})
     run = Run(wanted, blobs(channels=3), who)
     for step in range(6):
         run.advance()
