@@ -259,7 +259,7 @@ def interrupted(monkeypatch, when) -> list[int]:
 
 MOMENTS = {
     "in a step": lambda run, place: place is None and run.step == 3,
-    "in an epoch's check": lambda run, place: place is not None and run.step == run.per_epoch,
+    "in an epoch's check": lambda run, place: place is not None and run.step == run.feed.per_epoch,
     "in the last check": lambda run, place: place is not None and run.step == run.steps,
     "in the test": lambda run, place: place is not None and run.record.get("step") == run.steps,
 }

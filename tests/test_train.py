@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, name):
     part = train(wanted, data, tmp_path / "part", device="cpu", time_limit=0)
     assert part["stopped"] == "time limit"
     run = Run(wanted, data, Team(torch.device("cpu")))
-    for _ in range(run.per_epoch + 2):  # into the second epoch
+    for _ in range(run.feed.per_epoch + 2):  # into the second epoch
         run.advance()
     folder = checkpoints.Folder(tmp_path / "part" / "checkpoints")
     folder.save(run.step, *run.state())
@@ -428,7 +428,7 @@ def test_a_step_is_sgd_on_loss_and_penalty(awp):
     wanted = chosen(label_smoothing=0.1, weight_decay=0.01, penalty_weight=0.2, awp=awp)
     data = blobs(channels=3)
     run, other = (Run(wanted, data, Team(torch.device("cpu"))) for _ in range(2))
-    images, labels = other._batch()
+    images, labels = other.feed.batch(0)
     images = other._attacked(other.model, images, labels, wanted.attack)
     level, uphill = (copy.deepcopy(other.model).train() for _ in range(2))
 
@@ -474,10 +474,10 @@ def test_the_best_is_chosen_on_held_out_images_alone(tmp_path):
     scores = iter([(0.9, 0.5), (0.6, 0.7), (0.9, 0.6)])
     run.measure = lambda *_: next(scores)
     assert [run.check()[1] for _ in range(3)] == [True, True, False], "by accuracy under attack"
-    assert not set(run.held.tolist()) & set(run.kept.tolist())
-    assert len(run.held) + len(run.kept) == len(data.train)
+    assert not set(run.feed.held.tolist()) & set(run.feed.kept.tolist())
+    assert len(run.feed.held) + len(run.feed.kept) == len(data.train)
     seen = set()
-    load = run.train.load
+    load = run.feed.train.load
 
     class Spy:
         def stream(self, batches, seed):
@@ -485,10 +485,10 @@ def test_the_best_is_chosen_on_held_out_images_alone(tmp_path):
                 seen.update(batch.tolist())
                 yield load(batch)
 
-    run.train = Spy()
-    for _ in range(run.per_epoch):
+    run.feed.train = Spy()
+    for _ in range(run.feed.per_epoch):
         run.advance()
-    assert seen <= set(run.kept.tolist())
+    assert seen <= set(run.feed.kept.tolist())
 
 
 def test_records_of_steps_to_be_done_again_are_dropped(tmp_path):

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,15 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lipbound.penalty import Penalty
 from lipbound.robust.attacks import pgd
 from lipbound.robust.awp import perturbed
-from lipbound.robust.balls import BALLS
-from lipbound.robust.data import Data, Memory, Split, moved, moves
+from lipbound.robust.data import Data, Split
+from lipbound.robust.feed import Feed
 from lipbound.robust.freeze import frozen
 from lipbound.robust.replay import Replay
 from lipbound.robust.settings import Settings, as_dict
 from lipbound.robust.team import Team
 from lipbound.robust.trained import build
 
-ORDER, MOVES, START, CHECK = range(4)  # what a random number is for
 FRESH = 4  # steps after which an averaged network looks at images again
 
 
@@ -58,12 +57,10 @@ class Run:
     """
 
     def __init__(self, chosen: Settings, data: Data, who: Team, stop: Sequence[str] = ()):
-        if chosen.batch % who.size:
-            raise ValueError(f"batch={chosen.batch} does not divide among {who.size} processes")
         if chosen.sync_batchnorm and who.device.type != "cuda":
             raise ValueError("sync_batchnorm needs GPUs; use a model without BatchNorm on a CPU")
         self.chosen, self.who, self.stop = chosen, who, stop
-        self.data = data
+        self.data, self.feed = data, Feed(chosen, data, who)
         self.channels_last = who.device.type == "cuda"
         torch.manual_seed(chosen.seed)
         self.model = self._placed(build(chosen, data))
@@ -81,24 +78,12 @@ class Run:
         )
         self.penalty = penalty_of(chosen, self.model, data)
         self.gauge = Penalty(self.evaluated, 1.0)
-        count = min(len(data.train), chosen.first or len(data.train))
-        held = round(chosen.held_out * count)
-        order = torch.randperm(count, generator=self._draw(CHECK, 0))
-        self.held, self.kept = order[:held], order[held:].sort().values
-        self.per_epoch = len(self.kept) // chosen.batch
-        if self.per_epoch == 0:
-            raise ValueError(f"batch={chosen.batch} is more than the {len(self.kept)} images")
-        self.steps = self.per_epoch * chosen.epochs
+        self.steps = self.feed.per_epoch * chosen.epochs
         self.step = 0
         self.best = -1.0
         self.seconds = 0.0
-        self.batches: Iterator[tuple[Tensor, Tensor]] | None = None
         self.sums = torch.zeros(4, device=who.device)  # loss, penalty, correct, images
         self.record: dict[str, Any] = {}
-        if isinstance(data.train, Memory):
-            self.train: Split = data.train.to(who.device)
-        else:
-            self.train = data.train
         if who.device.type == "cuda":
             torch.backends.cudnn.benchmark = True
         if chosen.compile:
@@ -117,13 +102,13 @@ class Run:
     @property
     def due(self) -> bool:
         """Whether an epoch is over and its record not yet made."""
-        over = self.step > 0 and self.step % self.per_epoch == 0
+        over = self.step > 0 and self.step % self.feed.per_epoch == 0
         return over and self.record.get("step") != self.step
 
     def advance(self, watcher: Watcher | None = None) -> None:
         """One step."""
         start = time.perf_counter()
-        images, labels = self._batch()
+        images, labels = self.feed.batch(self.step)
         if self.chosen.attack:
             images = self._attacked(self.model, images, labels, self.chosen.attack)
         self.model.train()
@@ -173,15 +158,15 @@ class Run:
             Stopped: If the process was asked to stop; nothing has changed then.
         """
         loss, value, right = self._means()
-        held = self.held[: self.chosen.check]
-        clean, robust = self.measure(self.train, held) if len(held) else (math.nan, math.nan)
+        held = self.feed.held[: self.chosen.check]
+        clean, robust = self.measure(self.feed.train, held) if len(held) else (math.nan, math.nan)
         self.sums.zero_()
         score = robust if self.chosen.attack else clean
         better = not score <= self.best  # without held-out images the newest is the best
         self.best = score if better else self.best
         self.record = {
             "step": self.step,
-            "epoch": self.step // self.per_epoch,
+            "epoch": self.step // self.feed.per_epoch,
             "loss": loss,
             "penalty": value,
             "train_accuracy": right,
@@ -228,7 +213,7 @@ class Run:
             which = own[place : place + size]
             rest = own[-1:].repeat(size - len(which))
             padded = torch.cat([which, rest])  # one shape, one compiled graph
-            images, labels = self._pixels(*split.load(padded))
+            images, labels = self.feed.pixels(*split.load(padded))
             attacked = self._attacked(model, images, labels, chosen.check_attack, place)
             with torch.no_grad(), self._autocast():
                 for row, batch in enumerate((images, attacked)):
@@ -325,47 +310,12 @@ class Run:
         self.step, self.best = about["step"], about["best"]
         self.seconds, self.record = about["seconds"], about["record"]
 
-    def _batch(self) -> tuple[Tensor, Tensor]:
-        """This process's part of the step's images, moved at random, as pixels on the device."""
-        chosen, who = self.chosen, self.who
-        epoch, place = divmod(self.step, self.per_epoch)
-        if self.batches is None or place == 0:
-            order = torch.randperm(len(self.kept), generator=self._draw(ORDER, epoch))
-            order = self.kept[order][: self.per_epoch * chosen.batch]
-            mine = who.mine(chosen.batch)
-            parts = [b[mine] for b in order.split(chosen.batch)[place:]]
-            seed = self._seed(MOVES, epoch) if chosen.augment else None
-            self.batches = self.train.stream(parts, seed)
-        images, labels = next(self.batches)
-        images = images.to(who.device, non_blocking=True)
-        if chosen.augment and (self.data.crop or self.data.flip):
-            shifts, mirrored = moves(chosen.batch, self.data.crop, self._draw(MOVES, self.step))
-            mine = who.mine(chosen.batch)
-            flips = mirrored[mine] if self.data.flip else None
-            images = moved(images, shifts[:, mine], flips, self.data.crop)
-        return self._pixels(images, labels)
-
-    def _pixels(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        device = self.who.device
-        pixels = images.to(device, non_blocking=True).float() / 255
-        if self.channels_last:
-            pixels = pixels.contiguous(memory_format=torch.channels_last)
-        return pixels, labels.to(device, non_blocking=True)
-
     def _attacked(
         self, model: nn.Module, images: Tensor, labels: Tensor, steps: int, place: int | None = None
     ) -> Tensor:
         """Adversarial images; in training (no ``place``) as the settings say, else in eval mode."""
-        chosen, who = self.chosen, self.who
-        start = None
-        if chosen.random_start:
-            # Drawn for the whole batch: in training it does not matter how many share it.
-            draw = torch.Generator(who.device)
-            seed = self._seed(START, self.step) if place is None else self._seed(CHECK, 1 + place)
-            draw.manual_seed(seed)
-            like = images[:1].expand(len(images) * who.size, -1, -1, -1)
-            like = torch.empty_like(like, memory_format=torch.contiguous_format)
-            start = BALLS[chosen.ball].sample(like, chosen.radius, draw)[who.mine(len(like))]
+        chosen = self.chosen
+        start = self.feed.start(images, self.step, place) if chosen.random_start else None
         training = model.training
         mode = place is None and chosen.attack_mode == "train"
 
@@ -413,12 +363,6 @@ class Run:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         half = self.chosen.precision == "bfloat16"
         return torch.autocast(self.who.device.type, torch.bfloat16, enabled=half)
-
-    def _seed(self, purpose: int, index: int) -> int:
-        return ((self.chosen.seed * 4 + purpose) * 100_000_007 + index) % (1 << 62)
-
-    def _draw(self, purpose: int, index: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed(purpose, index))
 
 
 def penalty_of(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None:
