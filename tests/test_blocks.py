@@ -12,7 +12,7 @@ from zoo import NETWORKS, Run, conv
 
 from lipbound import audit, blocks, bracket
 from lipbound.graph import capture
-from lipbound.network import jacobian_norm
+from lipbound.jacobian import jacobian_norm
 from lipbound.robust.models import ResNet
 from lipbound.rules import Options, Value, follow
 from lipbound.symbol import evaluate, grid, radians

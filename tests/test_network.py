@@ -13,7 +13,7 @@ from zoo import NETWORKS, OPERATIONS, UNBOUNDED, Run, conv
 
 import lipbound
 from lipbound import audit, register_rule
-from lipbound.network import jacobian_norm
+from lipbound.jacobian import jacobian_norm
 from lipbound.robust.models import ResNet
 from lipbound.rules import RULES
 
