@@ -112,8 +112,9 @@ class Run:
         if self.chosen.attack:
             images = self._attacked(self.model, images, labels, self.chosen.attack)
         self.model.train()
-        with self._perturbed(images, labels) if self.chosen.awp else contextlib.nullcontext():
-            loss, logits = self._gradients(images, labels)
+        loss, logits = self._gradients(images, labels)
+        if self.chosen.awp:
+            self._uphill(images, labels)
         # Every process saw other images; the penalty and the next attack read the same statistics.
         self.who.share(b for b in self.model.buffers() if b.is_floating_point())
         value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
@@ -142,13 +143,16 @@ class Run:
         self.who.mean(p.grad for p in self.parameters if p.grad is not None)
         return loss, logits
 
-    def _perturbed(self, images: Tensor, labels: Tensor) -> contextlib.AbstractContextManager[None]:
-        """The weights where these images' loss is higher. BatchNorm counts the images once."""
+    def _uphill(self, images: Tensor, labels: Tensor) -> None:
+        """Gradients anew, where the weights have moved along them.
+
+        BatchNorm's statistics stay those of the weights as they are.
+        """
         buffers = list(self.model.buffers())
         before = [buffer.clone() for buffer in buffers]
-        self._gradients(images, labels)
+        with perturbed(self.parameters, self.chosen.awp):
+            self._gradients(images, labels)
         torch._foreach_copy_(buffers, before)
-        return perturbed(self.parameters, self.chosen.awp)
 
     def check(self) -> tuple[dict[str, Any], bool]:
         """The epoch's record, and whether these weights are the best so far.
