@@ -61,7 +61,7 @@ the clean accuracy by up to {100 * excess:.1f} points.
 
 
 def figure(record: dict[str, Any], pyplot: Any) -> Any:
-    tiers = {name: arms for name, arms in record["tiers"].items() if not table2.ALL[name].pilot}
+    tiers = table2.without_pilots(record["tiers"])
     count = max(1, len(tiers))
     made, axes = pyplot.subplots(
         count, 2, figsize=(9.8, 3.2 * count), layout="constrained", squeeze=False

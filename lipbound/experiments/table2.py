@@ -163,9 +163,13 @@ def by_tier(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def without_pilots(tiers: dict[str, Any]) -> dict[str, Any]:
+    """For figures; where there is nothing else, pilots are drawn too."""
+    return {name: tiers[name] for name in tiers if not ALL[name].pilot} or tiers
+
+
 def figure(record: dict[str, Any], pyplot: Any) -> Any:
-    tiers = by_tier(record["cells"])
-    return gaps.figure({name: tiers[name] for name in tiers if not ALL[name].pilot}, pyplot)
+    return gaps.figure(without_pilots(by_tier(record["cells"])), pyplot)
 
 
 def report(record: dict[str, Any]) -> str:
