@@ -143,7 +143,7 @@ def audit(
     from lipbound.files import check_writable
     from lipbound.network import audit as run_audit
     from lipbound.network import audit_weights
-    from lipbound.report import audit_json, audit_table
+    from lipbound.report import audit_json, audit_table, echo
 
     check_writable(html)
     check_report(html)
@@ -167,7 +167,7 @@ def audit(
         network = network if device is None else moved(network, device)
         found = run_audit(network, shape, rtol, effort=effort, **how)
     if json_:
-        typer.echo(audit_json(found, name))
+        echo(audit_json(found, name))
     else:
         audit_table(found, name)
     if html is not None:
@@ -317,7 +317,7 @@ def attack(
     import torch
 
     from lipbound.files import append, check_writable
-    from lipbound.report import attack_table
+    from lipbound.report import attack_table, echo
     from lipbound.robust.assess import assess, networks
     from lipbound.robust.plan import Plan
     from lipbound.robust.team import team
@@ -347,7 +347,7 @@ def attack(
             )  # fmt: skip
             records.append({**record, "data": name})
             if json_:
-                typer.echo(json.dumps(records[-1], indent=1))
+                echo(json.dumps(records[-1], indent=1))
             else:
                 attack_table(records[-1])
             if out is not None:
@@ -392,6 +392,7 @@ def reproduce(
     from lipbound.experiments import reproduce as steps
     from lipbound.experiments.request import Request
     from lipbound.files import check_writable
+    from lipbound.report import echo
 
     check_numbers(minutes=minutes)
     names = list(steps.EXPERIMENTS) if name == "all" else [name]
@@ -410,7 +411,7 @@ def reproduce(
         record = steps.run(each, request)
         steps.save(record, out)
         steps.write_figure(record, out)
-        typer.echo(steps.report(record))
+        echo(steps.report(record))
 
 
 def _write_page(found: Any, name: str, path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,22 @@ from lipbound.text import printable
 Record = dict[str, Any]
 
 
+def unread() -> None:
+    """Nobody reads on (``| head``): the rest goes nowhere, and the command does its work."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def echo(text: str) -> None:
+    """Print to whoever still reads."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        unread()
+
+
 class Screen(Console):
     """A terminal, or plain text of 120 columns where there is none."""
 
@@ -34,8 +52,7 @@ class Screen(Console):
             self.width, self.no_color = 120, True
 
     def on_broken_pipe(self) -> None:
-        """``| head`` is no error."""
-        raise BrokenPipeError
+        unread()
 
     def show(self, table: Table, folds: int = 0) -> None:
         """Nothing of a table is left out on a narrow terminal: its lines go on below.

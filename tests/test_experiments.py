@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import save_file
+from scipy.stats import t as student
 from test_cli import run
 from torch._dynamo.utils import counters
 
@@ -160,6 +162,30 @@ def test_intervals_count_seeds_that_disagree():
     assert agree["high"] - agree["low"] == pytest.approx(2 * 1.96 * 0.0069, rel=0.01)
     assert one["high"] == pytest.approx(agree["high"])
     assert gaps.verdict(one, 0.03) == "one seed, no verdict"
+
+
+@pytest.mark.parametrize(
+    ("table", "variance", "degrees"),
+    [
+        # Mean squares of images, seeds and both: 64.5, 25/6, 1/6.
+        ([[0, 10, 1], [1, 12, 3]], 68.5 / 6, 68.5**2 / (64.5**2 / 2 + (25 / 6) ** 2 + 1 / 72)),
+        # 13/6, 0, 1/2: what is in the seeds is no more than what is in both.
+        ([[0, 3, 1], [1, 2, 1]], 13 / 36, (13 / 6) ** 2 / ((13 / 6) ** 2 / 2 + 1 / 8)),
+        # 7/6, 32/3, 1/6: no narrower than the seeds' means 1/3 and 3 alone.
+        ([[0, 0, 1], [3, 2, 4]], 16 / 9, 1),
+        # 0, 0, 4: images that the seeds disagree on.
+        ([[1, -1], [-1, 1]], 1, 1),
+        ([[0, 1, 2]], 1 / 3, 2),
+    ],
+)
+def test_intervals_by_hand(table, variance, degrees):
+    expected = student.ppf(0.975, degrees) * variance**0.5
+    assert gaps._reach(torch.tensor(table).double()) == pytest.approx(expected)
+
+
+def test_intervals_of_too_little():
+    assert gaps._reach(torch.ones(3, 1).double()) == math.inf
+    assert gaps._reach(torch.ones(3, 5).double()) == 0
 
 
 def test_a_record_of_other_settings_is_not_taken_for_the_tiers(tmp_path):

@@ -19,6 +19,7 @@ import torch
 from lipbound import bound
 from lipbound.records import read
 from lipbound.robust import checkpoints
+from lipbound.robust.awp import perturbed
 from lipbound.robust.data import digits, in_memory
 from lipbound.robust.run import Run
 from lipbound.robust.settings import ARMS, as_dict, settings
@@ -450,6 +451,25 @@ def test_a_step_is_sgd_on_loss_and_penalty(awp):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
     for name, buffer in run.model.named_buffers():
         torch.testing.assert_close(buffer, dict(level.named_buffers())[name])
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-24, 1.0, 1e30])
+def test_weights_are_perturbed_by_their_norm_whatever_the_slope(size):
+    weight, bias, still = torch.ones(4, 4), torch.ones(4), torch.ones(2, 2)
+    weight.grad, bias.grad, still.grad = torch.full((4, 4), size), bias.clone(), 0 * still
+    with perturbed([weight, bias, still], 0.01):
+        assert float((weight - 1).norm()) == pytest.approx(0.04, rel=1e-3) or size < 1e-38
+        assert float((weight - 1).norm()) < 0.05
+        assert torch.equal(bias, torch.ones(4))
+        assert torch.equal(still, torch.ones(2, 2))
+    assert torch.equal(weight, torch.ones(4, 4))
+
+
+def test_a_network_without_buffers_is_perturbed():
+    wanted = chosen("at", model="cnn-plain", normalize=False, awp=0.01)
+    run = Run(wanted, blobs(channels=3), Team(torch.device("cpu")))
+    assert not list(run.model.buffers())
+    run.advance()
 
 
 def test_a_run_of_a_version_with_fewer_settings_goes_on(tmp_path):

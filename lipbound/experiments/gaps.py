@@ -79,23 +79,31 @@ def _reach(table: Tensor) -> float:
     """How far the mean of ``(seeds, images)`` may be off: two crossed random effects.
 
     Mean squares of seeds and images less what is in both; degrees of freedom by Satterthwaite. Few
-    seeds that differ have few, and a wide interval.
+    seeds that differ have few, and a wide interval: no narrower than that of their own means.
     """
     seeds, images = table.shape
+    if images < 2:
+        return math.inf
     by_image, by_seed = table.mean(0), table.mean(1)
-    images_square = seeds * float(by_image.var())
-    squares, freedom = [images_square], [images - 1]
-    total = images_square
-    if seeds > 1:
-        rest = table - by_image - by_seed[:, None] + table.mean()
-        both = (seeds - 1) * (images - 1)
-        squares += [images * float(by_seed.var()), float(rest.square().sum()) / both]
-        freedom += [seeds - 1, both]
-        total += max(0.0, squares[1] - squares[2])
+    of_images = seeds * float(by_image.var())
+    if seeds < 2:
+        return _student(of_images / images, images - 1)
+    rest = table - by_image - by_seed[:, None] + table.mean()
+    both = (seeds - 1) * (images - 1)
+    of_both, of_seeds = float(rest.square().sum()) / both, images * float(by_seed.var())
+    total = max(of_images, of_both) + max(0.0, of_seeds - of_both)
     if total == 0:
         return 0.0
-    degrees = total**2 / sum(s**2 / f for s, f in zip(squares, freedom, strict=True))
-    return float(stdtrit(degrees, 0.975)) * math.sqrt(total / (seeds * images))
+    doubt = of_images**2 / (images - 1) + of_seeds**2 / (seeds - 1) + of_both**2 / both
+    reach = _student(total / table.numel(), total**2 / doubt)
+    if of_seeds > of_both:
+        reach = max(reach, _student(of_seeds / table.numel(), seeds - 1))
+    return reach
+
+
+def _student(variance: float, degrees: float) -> float:
+    """Half of a 95 % interval."""
+    return float(stdtrit(degrees, 0.975)) * math.sqrt(variance)
 
 
 def held(cell: dict[str, Any], clean: bool = False) -> float | None:

@@ -42,9 +42,7 @@ FEW: dict[str, Any] = {
 QUICK: dict[str, Any] = {"data": "packed-cifar10", "batch": 256, "held_out": 0.02, "check": 500}
 PUBLISHED = {"penalty": "polygrid", "samples": 10}
 OURS = {"arm": "at+spectral", "batchnorm": "folded", "ema": 0.998, "penalty_weight": 0.001}
-AWP = {
-    f"ours awp {gamma:g}": {**OURS, "weight_decay": 5e-4, "awp": gamma} for gamma in (0.005, 0.01)
-}
+AWP = {f"ours awp {gamma:g}": {**OURS, "awp": gamma} for gamma in (0.005, 0.01)}
 TIERS = {
     "A0": Tier(
         "As `A` with batches of 200 like the paper's: a pilot, whose 3,000 steps were too few to "
@@ -125,7 +123,8 @@ ALL = {**TIERS, "tiny": TINY}
 SMOOTH = ("log10 bound", "Jacobian, median")
 TRIED = (
     "Weights that were tried, first seed; images held out choose among them, so they are not "
-    "attacked. Accuracies in per cent, of the last five epochs.\n"
+    "attacked. Accuracies in per cent; on images held out of the last five epochs, in training "
+    "of the last.\n"
 )
 
 
@@ -276,7 +275,7 @@ def _differences(cells: list[dict[str, Any]]) -> str:
     for (label, other), found in against(cells).items():
         first = next(cell for cell in cells if cell["label"] == label)
         theirs = paper_gaps(first) if other == "at" else {}
-        shown = [_gap(found[name]) if name in found else "" for name in COLUMNS]
+        shown = [_with_seeds(found[name]) if name in found else "" for name in COLUMNS]
         aside = held_less(cells, label, other)
         shown.append("" if aside is None else f"{100 * aside:+.1f}")
         rows.append([f"{label} − {other}", *shown])
@@ -299,8 +298,14 @@ def _differences(cells: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
-def _gap(gap: dict[str, Any]) -> str:
-    seeds = ", ".join(f"{100 * s:+.1f}" for s in gap["seeds"]) if len(gap["seeds"]) > 1 else ""
-    text = f"{100 * gap['difference']:+.1f} [{100 * gap['low']:+.1f}, {100 * gap['high']:+.1f}]"
-    text = text if gap["low"] <= 0 <= gap["high"] else f"**{text}**"
-    return text + (f" ({seeds})" if seeds else "")
+def gap(found: dict[str, Any]) -> str:
+    """A difference and its interval in points, bold where zero lies outside."""
+    text = (
+        f"{100 * found['difference']:+.1f} [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
+    )
+    return text if found["low"] <= 0 <= found["high"] else f"**{text}**"
+
+
+def _with_seeds(found: dict[str, Any]) -> str:
+    seeds = [f"{100 * seed:+.1f}" for seed in found["seeds"]]
+    return gap(found) + (f" ({', '.join(seeds)})" if len(seeds) > 1 else "")

@@ -7,6 +7,7 @@ adversarial training overfits later.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -20,11 +21,17 @@ def perturbed(parameters: Iterable[Tensor], gamma: float) -> Iterator[None]:
     Vectors (biases, BatchNorm) stay where they are, and what has no gradient.
     """
     weights = [p for p in parameters if p.ndim > 1 and p.grad is not None]
-    slopes = [p.grad for p in weights if p.grad is not None]
+    if not weights:
+        yield
+        return
     kept = [p.detach().clone() for p in weights]
     with torch.no_grad():
+        given = [p.grad for p in weights if p.grad is not None]
+        # Near 1 first: squares of a well-fitted batch's slopes would vanish.
+        peaks = torch._foreach_norm(given, math.inf)
+        slopes = torch._foreach_div(given, [p.clamp_min(torch.finfo(p.dtype).tiny) for p in peaks])
         lengths = zip(torch._foreach_norm(weights), torch._foreach_norm(slopes), strict=True)
-        scales = [gamma * weight / slope.clamp_min(1e-30) for weight, slope in lengths]
+        scales = [gamma * weight / slope.clamp_min(1.0) for weight, slope in lengths]
         torch._foreach_add_(weights, torch._foreach_mul(slopes, scales))
     try:
         yield

@@ -115,7 +115,9 @@ class Folder:
         for path in reversed(self.all()):
             try:
                 tensors, record = load(path)
-                if settings is not None and filled(record.get("settings", {})) != settings:
+                stored = record.get("settings")
+                known = isinstance(stored, dict) and filled(stored)
+                if settings is not None and known != settings:
                     raise ValueError(f"{str(path)!r} belongs to another run")
                 return tensors, record, wrong
             except ValueError as error:

@@ -152,7 +152,8 @@ class Run:
         before = [buffer.clone() for buffer in buffers]
         with perturbed(self.parameters, self.chosen.awp):
             self._gradients(images, labels)
-        torch._foreach_copy_(buffers, before)
+        if buffers:
+            torch._foreach_copy_(buffers, before)
 
     def check(self) -> tuple[dict[str, Any], bool]:
         """The epoch's record, and whether these weights are the best so far.
