@@ -49,7 +49,7 @@ class Climb:
             iterations: How many rounds.
         """
         matrices, unit = self.scaled(batch)
-        state, right = self.reach(matrices.detach(), state, iterations)
+        state, right = self.reach(matrices, state, iterations)
         return self.at(matrices, state[1], right) * unit, state
 
     def scaled(self, batch: Tensor) -> tuple[Tensor, Tensor]:

@@ -147,7 +147,7 @@ def audit(
 
     check_writable(html)
     check_report(html)
-    check_numbers(rtol=rtol, fail_above=fail_above)
+    check_numbers(fail_above=fail_above)
     network, shape, name = network_or_weights(source, model)
     if input_shape is not None:
         shape = input_shape_of(input_shape)
@@ -322,8 +322,7 @@ def attack(
     from lipbound.robust.plan import Plan
     from lipbound.robust.team import team
 
-    if count < 0 or jacobians < 0:
-        raise ValueError(f"--count {count} and --jacobians {jacobians} must not be negative")
+    check_numbers(count=count, jacobians=jacobians)
     check_plot(plot)
     check_writable(out, plot)
     paths = networks(checkpoint)

@@ -102,9 +102,9 @@ class Penalty:
             raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}")
         if floor is not None and not floor > 0:
             raise ValueError(f"floor={floor!r} must be positive, 1.0 say, or None")
-        self.model = model
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight={weight!r} must be a number from 0 on")
+        self.model = model
         self.weight = weight
         self.method = method
         self.log_floor = -math.inf if floor is None else math.log(floor)

@@ -204,10 +204,15 @@ def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
             axis.grid(axis="x", color="#e8e8e8")
             for side in ("top", "right"):
                 axis.spines[side].set_visible(False)
-        shown = left.get_legend_handles_labels(), right.get_legend_handles_labels()
-        handles, names = ([*mine, *other] for mine, other in zip(*reversed(shown), strict=True))
+        handles, names = right.get_legend_handles_labels()
+        hollow, theirs = left.get_legend_handles_labels()
         right.legend(
-            handles, names, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+            handles + hollow,
+            names + theirs,
+            frameon=False,
+            fontsize=8,
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
         )
     axes[-1, 0].set_xlabel("accuracy, points")
     axes[-1, 1].set_xlabel("log10 of the certified Lipschitz bound")

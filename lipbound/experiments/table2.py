@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Collection
 from typing import Any
 
 from lipbound.experiments import gaps
@@ -26,6 +27,7 @@ from lipbound.experiments.request import Request
 from lipbound.experiments.trainings import Tier, work
 from lipbound.records import table
 from lipbound.robust.plan import Plan
+from lipbound.robust.settings import settings
 
 ON = "CIFAR-10 and CIFAR-100"
 FULL = Plan(
@@ -178,13 +180,14 @@ def report(record: dict[str, Any]) -> str:
         body = "\n".join(
             part for part in (_table(cells), _differences(cells), _tried(cells)) if part
         )
-        parts.append(f"### Tier {name}\n\n{ALL[name].says}. {_arms(ALL[name], cells)}\n\n{body}")
+        parts.append(
+            f"### Tier {name}\n\n{ALL[name].says}. {_arms(ALL[name], grouped(cells))}\n\n{body}"
+        )
     return "\n".join(parts)
 
 
-def _arms(tier: Tier, cells: list[dict[str, Any]]) -> str:
+def _arms(tier: Tier, named: Collection[str]) -> str:
     """What the labels stand for, and how much the attacks may do."""
-    named = grouped(cells)
     plain = {"arm", "penalty_weight"}
     meant = [
         f"`{label}` is `{arm['arm']}` with "
@@ -193,7 +196,7 @@ def _arms(tier: Tier, cells: list[dict[str, Any]]) -> str:
         for label, arm in tier.arms.items()
         if label in named and arm.keys() - plain
     ]  # fmt: skip
-    decay = min(cell["settings"].get("weight_decay", 0.0) for cell in cells)
+    decay = settings(preset=tier.preset, **tier.common).weight_decay
     plan = tier.plan
     return (
         "; ".join([*meant, f"weight_decay is {decay:g} where nothing else is said"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from lipbound.experiments.request import Request
 from lipbound.experiments.speed import NAMES, speed
-from lipbound.records import table
+from lipbound.records import digits, table
 
 ON = "He-initialised networks"  # the time does not depend on the weights
 PAPER = {
@@ -46,7 +46,7 @@ def report(record: dict[str, Any]) -> str:
         paper = PAPER[name]
         ours.append(found["power"] / found["lipbound"])
         theirs.append(paper[1] / paper[0])
-        measured = [f"{found['lipbound']:.3g}", f"{found['power']:.3g}", f"{ours[-1]:.0f}"]
+        measured = [digits(found["lipbound"]), digits(found["power"]), f"{ours[-1]:.0f}"]
         told = [f"{paper[0]:g}", f"{paper[1]:g}", f"{theirs[-1]:.2f}"]
         rows.append([name, *measured, *told])
     heads = ["LipBound", "power", "ratio"]

@@ -20,13 +20,13 @@ def perturbed(parameters: Iterable[Tensor], gamma: float) -> Iterator[None]:
 
     Vectors (biases, BatchNorm) stay where they are, and what has no gradient.
     """
-    weights = [p for p in parameters if p.ndim > 1 and p.grad is not None]
-    if not weights:
+    pairs = [(p, p.grad) for p in parameters if p.ndim > 1 and p.grad is not None]
+    if not pairs:
         yield
         return
-    kept = [p.detach().clone() for p in weights]
+    weights, given = [weight for weight, _ in pairs], [slope for _, slope in pairs]
+    kept = [weight.detach().clone() for weight in weights]
     with torch.no_grad():
-        given = [p.grad for p in weights if p.grad is not None]
         # Near 1 first: squares of a well-fitted batch's slopes would vanish.
         peaks = torch._foreach_norm(given, math.inf)
         slopes = torch._foreach_div(given, [p.clamp_min(torch.finfo(p.dtype).tiny) for p in peaks])

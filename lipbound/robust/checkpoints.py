@@ -116,8 +116,8 @@ class Folder:
             try:
                 tensors, record = load(path)
                 stored = record.get("settings")
-                known = isinstance(stored, dict) and filled(stored)
-                if settings is not None and known != settings:
+                same = isinstance(stored, dict) and filled(stored) == settings
+                if settings is not None and not same:
                     raise ValueError(f"{str(path)!r} belongs to another run")
                 return tensors, record, wrong
             except ValueError as error:

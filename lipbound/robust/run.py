@@ -61,7 +61,6 @@ class Run:
             raise ValueError("sync_batchnorm needs GPUs; use a model without BatchNorm on a CPU")
         self.chosen, self.who, self.stop = chosen, who, stop
         self.data, self.feed = data, Feed(chosen, data, who)
-        self.channels_last = who.device.type == "cuda"
         torch.manual_seed(chosen.seed)
         self.model = self._placed(build(chosen, data))
         if chosen.sync_batchnorm:
@@ -361,7 +360,7 @@ class Run:
 
     def _placed(self, model: nn.Module) -> nn.Module:
         model = model.to(self.who.device)
-        if self.channels_last:
+        if self.who.device.type == "cuda":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 
