@@ -21,6 +21,7 @@ from lipbound.experiments.gaps import difference
 from lipbound.experiments.reproduce import EXPERIMENTS, report, write_figure
 from lipbound.experiments.trainings import work
 from lipbound.records import read
+from lipbound.robust.assess import networks
 from lipbound.robust.evaluate import accuracy
 from lipbound.robust.folder import lock
 from lipbound.robust.models import MODELS, ResNet
@@ -114,8 +115,32 @@ def test_what_is_only_tried_is_not_attacked(tmp_path):
     assert ["pgd" in cell["final"] for cell in attacked] == [True, True]
 
 
+@pytest.mark.parametrize(("same", "order"), [(False, ["final", "best"]), (True, ["final"])])
+def test_a_last_network_that_is_the_best_is_attacked_once(monkeypatch, tmp_path, same, order):
+    def assess(network, *given, **options):
+        done.append(network.path.stem)
+        return real(network, *given, **options)
+
+    done, real = [], trainings.assess
+    monkeypatch.setattr(trainings, "assess", assess)
+    if not same:
+        monkeypatch.setattr(trainings, "_same", lambda *networks: False)
+    (cell,) = work("tiny", TINY, tmp_path, device="cpu", only=("at",))  # one epoch
+    assert done == order
+    assert cell["best"]["pgd"] == cell["final"]["pgd"]
+    assert cell["best"]["checkpoint"] == "best.safetensors"
+
+
+def test_networks_are_the_same_when_all_of_their_numbers_are(tmp_path):
+    work("tiny", TINY, tmp_path, device="cpu", only=("at",))
+    one, two = networks(tmp_path / "tiny" / "at-0")
+    assert trainings._same(one, two)
+    [*two.model.buffers()][-2].add_(1e-3)
+    assert not trainings._same(one, two)
+
+
 def test_attacks_that_are_over_are_not_done_again(monkeypatch, tmp_path):
-    done = []
+    done, tier = [], replace(TINY, also=(0.05,))
 
     def assess(network, *given, **options):
         if len(done) == 1 and not again:
@@ -126,10 +151,10 @@ def test_attacks_that_are_over_are_not_done_again(monkeypatch, tmp_path):
     real, again = trainings.assess, False
     monkeypatch.setattr(trainings, "assess", assess)
     with pytest.raises(KeyboardInterrupt):
-        work("tiny", TINY, tmp_path, device="cpu", only=("at",))
+        work("tiny", tier, tmp_path, device="cpu", only=("at",))
     again = True
-    (cell,) = work("tiny", TINY, tmp_path, device="cpu", only=("at",))
-    assert done == ["best", "final"]
+    (cell,) = work("tiny", tier, tmp_path, device="cpu", only=("at",))
+    assert done == ["final", "final"]
     assert all("pgd" in cell[kind] for kind in ("best", "final"))
     assert cell["training_seconds"] > 0
 
@@ -206,6 +231,24 @@ def test_differences_are_of_the_same_images_and_seeds():
     assert (gap["difference"], gap["seeds"]) == (0.25, [0.25])
     assert gap["low"] < 0.25 < gap["high"]
     assert difference(other[1:], at, "final", gaps.COLUMNS["clean"]) is None
+
+
+def test_a_control_is_of_arms_that_share_its_changes():
+    found = {"clean": accuracy(torch.arange(10) < 5), "pgd": accuracy(torch.arange(10) < 3)}
+    arms = {
+        "at": {"arm": "at"},
+        "at ema": {"arm": "at", "ema": 0.9, "penalty": ""},
+        "at decay": {"arm": "at", "weight_decay": 0.1},
+        "at+lipreg": {"arm": "at+lipreg", "milestones": [1]},
+        "ours": {"arm": "at+spectral", "ema": 0.9, "penalty": ""},
+        "both": {"arm": "at+spectral", "ema": 0.9, "penalty": "", "weight_decay": 0.1},
+    }
+    cells = [
+        {"label": label, "seed": 0, "settings": {**chosen, "seed": 0}, "final": found}
+        for label, chosen in arms.items()
+    ]
+    pairs = [pair for pair in gaps.against(cells) if pair[1] != "at"]
+    assert sorted(pairs) == [("both", "at decay"), ("both", "at ema"), ("ours", "at ema")]
 
 
 @pytest.mark.parametrize(

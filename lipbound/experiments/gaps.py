@@ -12,6 +12,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from lipbound.robust.evaluate import outcomes
+from lipbound.robust.settings import filled
 
 PAPER = {
     "cifar10": {
@@ -131,18 +132,23 @@ Pair = tuple[str, str]
 def against(cells: list[dict[str, Any]]) -> dict[Pair, dict[str, dict[str, Any]]]:
     """Arm and reference → column → difference of their final networks, where both were attacked.
 
-    The reference is ``at``, and for an arm with another weight decay ``at`` with that as well.
+    The reference is ``at``, and every other arm of plain adversarial training whose own changes
+    to ``at``, another weight decay say, the arm has made as well.
     """
     groups = grouped(attacked(cells))
+    made = {label: filled(group[0]["settings"]) for label, group in groups.items()}
+    own = {
+        label: {n: v for n, v in chosen.items() if n != "seed" and v != made["at"][n]}
+        for label, chosen in made.items()
+        if "at" in made and chosen["arm"] == "at" and label != "at"
+    }
     pairs = [(label, "at") for label in groups]
-    for label, group in groups.items():
-        pairs += [
-            (label, other)
-            for other, (control, *_) in groups.items()
-            if other != "at"
-            and control["settings"]["arm"] == "at"
-            and control["settings"].get("weight_decay") == group[0]["settings"].get("weight_decay")
-        ]
+    pairs += [
+        (label, other)
+        for label, chosen in made.items()
+        for other, changes in own.items()
+        if changes and changes.items() <= chosen.items()
+    ]
     found: dict[Pair, dict[str, dict[str, Any]]] = {}
     for label, other in pairs:
         if label in (other, "baseline"):

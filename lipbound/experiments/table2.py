@@ -84,7 +84,7 @@ TIERS = {
             "at": {"arm": "at"},
             "at+lipreg 0.008": {"arm": "at+lipreg"},
             "at decay 2e-3": {"arm": "at", "weight_decay": 2e-3},
-            "ours": AWP["ours awp 0.01"],
+            "ours": {**OURS, "weight_decay": 2e-3},
         },
         {"at": 3, "at+lipreg 0.008": 3, "at decay 2e-3": 3, "ours": 3},
         FULL,
@@ -95,6 +95,7 @@ TIERS = {
         {
             "at": {"arm": "at"},
             "at+lipreg 0.008": {"arm": "at+lipreg", **PUBLISHED},
+            "at awp 0.005": {"arm": "at", "ema": OURS["ema"], "awp": 0.005},
             "ours": AWP["ours awp 0.005"],
         },
         plan=FULL,
@@ -103,14 +104,19 @@ TIERS = {
     "B100": Tier(
         "PreActResNet-18 on CIFAR-100, 30 epochs, one cycle",
         {**QUICK, "data": "packed-cifar100"},
-        {"at": {"arm": "at"}, "at+lipreg 0.008": {"arm": "at+lipreg", **PUBLISHED}},
+        {
+            "at": {"arm": "at"},
+            "at+lipreg 0.008": {"arm": "at+lipreg", **PUBLISHED},
+            "ours": AWP["ours awp 0.005"],
+        },
         plan=FULL,
         preset="fast",
     ),
     "C": Tier(
-        "WRN-28-10 on CIFAR-10, 30 epochs, one cycle: as many as one stretch of GPU time allows",
-        {"data": "packed-cifar10", "epochs": 30, "schedule": "onecycle", "lr": 0.2, "check": 500},
-        {"at+lipreg 0.008": {"arm": "at+lipreg"}},
+        "WRN-28-10 on CIFAR-10, 26 epochs, one cycle: as many as one stretch of GPU time allows",
+        {"data": "packed-cifar10", "epochs": 26, "schedule": "onecycle", "lr": 0.2, "check": 500,
+         "weight_decay": 5e-4},
+        {"ours": AWP["ours awp 0.005"]},
         plan=FULL,
     ),
 }  # fmt: skip

@@ -195,8 +195,12 @@ def cell(
     few = (images[0][: tier.autoattack], images[1][: tier.autoattack])
     plan = tier.plan if attacked else replace(tier.plan, attacks=())
     found: dict[str, Any] = {}
-    for network in networks(where):
+    best, final = networks(where)
+    for network in (final, best):
         kind = network.path.stem
+        if found and _same(best, final):
+            found[kind] = {**found["final"], "checkpoint": network.path.name}
+            continue
         say(f"{kind}:")
         look = partial(_looked_at, network, where / "assessed.jsonl", torch.device(device), say)
         closer = attacked and tier.doubts and chosen.seed == 0 and kind == "final"
@@ -227,6 +231,12 @@ def cell(
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(device, chosen.seed),
     }
+
+
+def _same(one: Trained, two: Trained) -> bool:
+    """Whether two files hold the same network: a last epoch that was the best one."""
+    pairs = zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True)
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
 def _looked_at(
