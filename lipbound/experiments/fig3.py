@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lipbound.experiments import table2
+from lipbound.experiments.gaps import colors_of
 from lipbound.experiments.request import Request
 from lipbound.records import table
 
@@ -66,10 +67,10 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
     made, axes = pyplot.subplots(
         count, 2, figsize=(9.8, 3.2 * count), layout="constrained", squeeze=False
     )
-    labels = [*dict.fromkeys(label for arms in tiers.values() for label in arms)]
+    colors = colors_of(label for arms in tiers.values() for label in arms)
     for (left, right), (tier, arms) in zip(axes, tiers.items(), strict=False):
         for label, found in arms.items():
-            color = f"C{labels.index(label) % 10}"
+            color = colors[label]
             norms = sorted(found["norms"])
             share = [(i + 1) / len(norms) for i in range(len(norms))]
             left.step(norms, share, color=color, label=label)
@@ -77,6 +78,9 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
             steps = [int(n) for n in curve]
             right.plot(steps, [100 * v for v in curve.values()], marker="o", ms=3, color=color)
         left.set_xscale("log")
+        left.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        left.xaxis.set_major_formatter("{x:g}")
+        left.xaxis.set_minor_formatter("")
         left.set_xlabel("Jacobian norm")
         left.set_ylabel("share of images below")
         left.set_title(f"tier {tier}", loc="left")

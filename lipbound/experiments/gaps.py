@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -190,6 +190,13 @@ def verdict(gap: dict[str, Any], paper: float) -> str:
     return f"the paper's direction, {'and' if within else size} its size"
 
 
+def colors_of(labels: Iterable[str]) -> dict[str, str]:
+    """Of the arms, the same in every figure: plain ones grey, the others in the order they come."""
+    plain = {"at": "#333333", "baseline": "#aaaaaa"}
+    others = [label for label in dict.fromkeys(labels) if label not in plain]
+    return {**plain, **{label: f"C{i % 10}" for i, label in enumerate(others)}}
+
+
 def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
     """Tier by tier: differences with intervals, the paper's hollow; accuracies beside bounds."""
     tiers = {name: attacked(cells) for name, cells in tiers.items() if attacked(cells)}
@@ -198,9 +205,7 @@ def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
         count, 2, figsize=(9.8, 2.9 * count), layout="constrained", squeeze=False, sharex="col",
         width_ratios=(3, 2),
     )  # fmt: skip
-    labels = dict.fromkeys(cell["label"] for cells in tiers.values() for cell in cells)
-    others = [label for label in labels if label not in ("at", "baseline")]
-    colors = {"at": "#333333", **{label: f"C{i % 10}" for i, label in enumerate(others)}}
+    colors = colors_of(cell["label"] for cells in tiers.values() for cell in cells)
     for (left, right), (tier, cells) in zip(axes, tiers.items(), strict=False):
         left.set_title(f"tier {tier}: final networks less at's", loc="left", fontsize=10)
         right.set_title("accuracy under PGD, every seed", loc="left", fontsize=10)
@@ -248,7 +253,7 @@ def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str])
     for label, group in grouped(cells).items():
         finals = [cell["final"] for cell in group]
         bounds = [final["log10_lipschitz"]["upper"] for final in finals]
-        if label in colors and None not in bounds:
+        if label != "baseline" and None not in bounds:
             seeds = f"{len(group)} seed{'s' if len(group) > 1 else ''}"
             accuracies = [100 * final["pgd"]["accuracy"] for final in finals]
             axis.plot(bounds, accuracies, "o", ms=5, color=colors[label], label=f"{label}, {seeds}")
