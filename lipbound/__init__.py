@@ -6,17 +6,21 @@ estimates promise nothing; exact is an SVD at one input size.
 
 __version__ = "0.1.0"
 
-from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
-from lipbound.certificates import certify
-from lipbound.constrain import constrain, unconstrain
-from lipbound.estimates import ESTIMATES, PowerIteration, estimate
-from lipbound.geometry import Convolution, convolution
-from lipbound.layers import lipschitz
-from lipbound.network import Audit, audit
-from lipbound.penalty import Penalty
-from lipbound.rules import register_rule
-from lipbound.symbol import symbol
-from lipbound.toeplitz import exact
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
+    from lipbound.certificates import certify
+    from lipbound.constraints import constrain, unconstrain
+    from lipbound.estimates import ESTIMATES, PowerIteration, estimate
+    from lipbound.geometry import Convolution, convolution
+    from lipbound.layers import lipschitz
+    from lipbound.network import Audit, audit
+    from lipbound.penalty import Penalty
+    from lipbound.rules import register_rule
+    from lipbound.symbols import symbol
+    from lipbound.toeplitz import exact
 
 __all__ = [
     "BOUNDS",
@@ -40,3 +44,30 @@ __all__ = [
     "symbol",
     "unconstrain",
 ]
+
+_HOMES = {
+    "bounds": ("BOUNDS", "Bracket", "bound", "bracket", "brackets"),
+    "certificates": ("certify",),
+    "constraints": ("constrain", "unconstrain"),
+    "estimates": ("ESTIMATES", "PowerIteration", "estimate"),
+    "geometry": ("Convolution", "convolution"),
+    "layers": ("lipschitz",),
+    "network": ("Audit", "audit"),
+    "penalty": ("Penalty",),
+    "rules": ("register_rule",),
+    "symbols": ("symbol",),
+    "toeplitz": ("exact",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Found where it is when it is wanted: the command line answers ``--help`` before PyTorch."""
+    for home, names in _HOMES.items():
+        if name in names:
+            globals()[name] = found = getattr(import_module(f"lipbound.{home}"), name)
+            return found
+    raise AttributeError(f"module 'lipbound' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

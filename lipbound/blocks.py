@@ -30,7 +30,7 @@ from lipbound.geometry import Layer
 from lipbound.progress import Progress, silent
 from lipbound.rules import Linear, Step, Value
 from lipbound.rules.values import up
-from lipbound.symbol import evaluate, grid, positions, radians
+from lipbound.symbols import evaluate, grid, positions, radians
 
 ROUNDING = 2.0**-40  # thousands of float64 roundings
 RELU = ("aten.relu", "aten.relu_")

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import NoReturn
+
+from lipbound.text import printable
 
 
 def main() -> None:
     """Run the command line."""
+    with _interruptible():
+        _main()
+
+
+def _main() -> None:
     if sys.argv[1:] == ["--version"]:  # the core alone can say it
         from lipbound import __version__
 
@@ -44,8 +57,31 @@ def main() -> None:
     raise SystemExit(code)
 
 
-def _stop(message: str, code: int) -> NoReturn:
-    from lipbound.text import printable
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the process at once while PyTorch is imported.
 
+    That import goes on after an interruption, without what it was about to import.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        torch = sys.modules.get("torch")
+        if torch is None or getattr(torch.__spec__, "_initializing", False):
+            os.write(2, b"lipbound: interrupted\n")
+            os._exit(130)
+        signal.default_int_handler(number, frame)
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not under nohup
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _stop(message: str, code: int) -> NoReturn:
     print(f"lipbound: {printable(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(code) from None

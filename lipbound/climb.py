@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lipbound.estimates import power_of_two
-from lipbound.symbol import evaluate, grid, positions, radians
+from lipbound.symbols import evaluate, grid, positions, radians
 
 CHUNK = 1 << 22  # entries of products of taps at once
 FIRST = 20  # iterations of the first call, from a random start

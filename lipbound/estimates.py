@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lipbound.energy import energy_maxima
 from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.methods import call
-from lipbound.symbol import evaluate, grid, radians
+from lipbound.symbols import evaluate, grid, radians
 from lipbound.toeplitz import adjoint, apply
 
 

@@ -25,7 +25,7 @@ from lipbound.factors import Factor
 from lipbound.geometry import Convolution, convolution
 from lipbound.kernels import plain
 from lipbound.sizes import input_shapes
-from lipbound.symbol import taps
+from lipbound.symbols import taps
 from lipbound.toeplitz import adjoint, apply
 
 

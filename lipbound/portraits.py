@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lipbound.bounds import Bracket
 from lipbound.geometry import Layer, convolution
-from lipbound.symbol import evaluate, taps
+from lipbound.symbols import evaluate, taps
 
 SAMPLES = 33  # per axis, odd, both ends of the period included
 LARGEST = 1 << 26  # entries of all symbols together, above which fewer points are taken

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.symbol import grid, positions, radians, widening
+from lipbound.symbols import grid, positions, radians, widening
 
 POINTS = 1 << 14  # of a default grid; 3d kernels get a coarser one, and a larger widening
 CHUNK = 1 << 23  # elements of a temporary

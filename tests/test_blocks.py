@@ -15,7 +15,7 @@ from lipbound.graph import capture
 from lipbound.jacobian import jacobian_norm
 from lipbound.robust.models import ResNet
 from lipbound.rules import Options, Value, follow
-from lipbound.symbol import evaluate, grid, radians
+from lipbound.symbols import evaluate, grid, radians
 from lipbound.toeplitz import operator_matrix
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -348,6 +349,46 @@ def test_interruption_is_quiet(monkeypatch, capsys):
     monkeypatch.setattr("lipbound.demo.network", interrupt)
     code, _, err = run(monkeypatch, capsys, "audit", "demo")
     assert (code, err.strip()) == (130, "lipbound: interrupted")
+
+
+def fresh(code: str) -> subprocess.CompletedProcess:
+    """In a process of its own, which has not imported PyTorch."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["audit", "--help"], ["audi"]])
+def test_help_does_not_wait_for_pytorch(arguments):
+    code = f"import sys; sys.argv = ['lipbound', *{arguments}]\n"
+    code += "from lipbound.cli import main\n"
+    code += "try: main()\nfinally: assert 'torch' not in sys.modules, 'torch'"
+    assert "torch" not in fresh(code).stderr
+
+
+def test_interruption_while_pytorch_is_imported():
+    """It swallows the first one and goes on with half of itself."""
+    code = """
+import contextlib, signal
+from lipbound import cli, commands
+def run(arguments):
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    return 0
+commands.run = run
+cli.main()
+"""
+    ended = fresh(code)
+    assert (ended.returncode, ended.stderr) == (130, "lipbound: interrupted\n")
+    later = fresh("import torch\n" + code.replace("KeyboardInterrupt", "ValueError"))
+    assert (later.returncode, later.stderr) == (130, "lipbound: interrupted\n")
+
+
+def test_what_is_exported_is_found_when_it_is_wanted():
+    assert {name for names in lipbound._HOMES.values() for name in names} == {*lipbound.__all__}
+    for name in lipbound.__all__:
+        assert name in dir(lipbound)
+        assert not isinstance(getattr(lipbound, name), ModuleType), name
+    with pytest.raises(AttributeError, match="'lipbound' has no attribute 'bounce'"):
+        _ = lipbound.bounce
 
 
 def test_embedded_network_is_trained_and_its_rows_are_sound():

@@ -32,7 +32,7 @@ from lipbound.energy import energy_maxima
 from lipbound.experiments.hostile import ENTRIES, KERNELS, everything, layer_of, outcome
 from lipbound.network import audit_weights
 from lipbound.rows import add_row_gradient_, lags, row_peaks
-from lipbound.symbol import taps
+from lipbound.symbols import taps
 
 REFUSED = {"the end of float32": {"constrain"}}  # the norm to divide by is beyond float32
 

@@ -21,7 +21,7 @@ from lipbound.energy import energy_maxima
 from lipbound.factors import factors
 from lipbound.kernels import plain
 from lipbound.rows import lags, row_peaks
-from lipbound.symbol import taps
+from lipbound.symbols import taps
 
 triton = pytest.importorskip("triton", reason="the fused kernels need Triton")
 

@@ -25,7 +25,7 @@ from lipbound.bounds.single import NO, UNDECIDED, YES, Single, _spread
 from lipbound.bounds.triangles import Triangles, pieces
 from lipbound.experiments.soundness import random_case, violations
 from lipbound.experiments.trained import grid_peak
-from lipbound.symbol import evaluate, taps
+from lipbound.symbols import evaluate, taps
 from lipbound.threads import side_by_side
 from lipbound.toeplitz import operator_matrix
 

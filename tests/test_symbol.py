@@ -14,7 +14,7 @@ from torch import nn
 
 from lipbound import convolution, symbol
 from lipbound.energy import energy_maxima
-from lipbound.symbol import evaluate, grid, radians, taps, widening
+from lipbound.symbols import evaluate, grid, radians, taps, widening
 from lipbound.toeplitz import operator_matrix
 
 FULL = {name: case for name, case in LAYERS.items() if case.get("padding_mode", "zeros") == "zeros"}

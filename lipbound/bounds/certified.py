@@ -21,7 +21,7 @@ from lipbound.bounds.search import Search
 from lipbound.geometry import Convolution, Layer, convolution, named, own_forward
 from lipbound.memory import in_pieces, piece
 from lipbound.progress import Progress, silent
-from lipbound.symbol import evaluate, taps
+from lipbound.symbols import evaluate, taps
 
 LIMIT = 5e9  # cells at once times n³ + 1e5: a flat symbol of three axes would never end
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from lipbound.bounds.rounding import Scaled, gamma
 from lipbound.energy import energy_maxima
 from lipbound.geometry import Layer, convolution
-from lipbound.symbol import samples_per_axis
-from lipbound.symbol import widening as widening_factor
+from lipbound.symbols import samples_per_axis
+from lipbound.symbols import widening as widening_factor
 
 
 def lipbound(
@@ -30,7 +30,7 @@ def lipbound(
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
         samples: Grid points per frequency axis; ``None`` takes 32 per unit of degree.
-        widening: ``'best'``, ``'cosine'`` or ``'paper'``, see :func:`lipbound.symbol.widening`.
+        widening: ``'best'``, ``'cosine'`` or ``'paper'``, see :func:`lipbound.symbols.widening`.
         geometry: Options of a bare kernel; ``input_shape``.
 
     Returns:

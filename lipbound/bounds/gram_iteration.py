@@ -17,8 +17,8 @@ from lipbound.bounds.rounding import (
 )
 from lipbound.geometry import Layer, convolution
 from lipbound.memory import piece
-from lipbound.symbol import evaluate, grid, radians, samples_per_axis
-from lipbound.symbol import widening as widening_factor
+from lipbound.symbols import evaluate, grid, radians, samples_per_axis
+from lipbound.symbols import widening as widening_factor
 
 CHUNK = 1 << 23  # complex entries of a temporary, 128 MiB
 
@@ -40,7 +40,7 @@ def gram(
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
         iterations: Matrix products per frequency, the first included.
         samples: Grid points per frequency axis; ``None`` takes 32 per unit of degree.
-        widening: See :func:`lipbound.symbol.widening`.
+        widening: See :func:`lipbound.symbols.widening`.
         geometry: Options of a bare kernel; ``input_shape``.
 
     Returns:

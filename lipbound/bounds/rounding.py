@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lipbound.bounds.lapack import factor
 from lipbound.geometry import Convolution
-from lipbound.symbol import taps
+from lipbound.symbols import taps
 from lipbound.threads import side_by_side
 
 UNIT = 2.0**-53

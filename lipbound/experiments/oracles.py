@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipbound.experiments.random_layers import Stack, module
 from lipbound.geometry import convolution
-from lipbound.symbol import grid, positions, radians, taps
+from lipbound.symbols import grid, positions, radians, taps
 
 ENTRIES = 1 << 21  # complex numbers of a temporary
 MATRICES = 1 << 16  # at once, however small: a GPU's solver takes workspace for each

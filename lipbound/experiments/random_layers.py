@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipbound.experiments.soundness import KINDS, random_kernel
 from lipbound.geometry import Convolution, convolution
-from lipbound.symbol import WIDENINGS
+from lipbound.symbols import WIDENINGS
 
 FAMILIES = (*KINDS, "alternating", "equal", "delta", "mixed scales", "few bits")
 DTYPES = (torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float16)

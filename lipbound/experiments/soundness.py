@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lipbound import Convolution, __version__, bracket, convolution
 from lipbound.files import write
-from lipbound.symbol import evaluate, grid, radians, taps
+from lipbound.symbols import evaluate, grid, radians, taps
 from lipbound.toeplitz import operator_matrix
 
 ROUNDING = 1e-12  # of the dense SVDs that serve as truth

@@ -35,7 +35,7 @@ from lipbound.experiments.networks import NAMES, Layers
 from lipbound.kernels import plain
 from lipbound.penalty import Penalty
 from lipbound.rows import row_peaks
-from lipbound.symbol import grid, positions, radians
+from lipbound.symbols import grid, positions, radians
 
 SAMPLES, ITERATIONS = 10, 10
 

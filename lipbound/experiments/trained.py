@@ -24,7 +24,7 @@ from torch import Tensor
 from lipbound import __version__, bound, brackets
 from lipbound.bounds.rounding import shorter_side_first
 from lipbound.files import write
-from lipbound.symbol import widening
+from lipbound.symbols import widening
 
 SAMPLES = 48
 

@@ -18,7 +18,7 @@ from lipbound.factors import Factor
 from lipbound.kernels import layout, triton_gradients, triton_values
 from lipbound.kernels.graphs import Repeated
 from lipbound.rows import Lags
-from lipbound.symbol import positions
+from lipbound.symbols import positions
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 VIRTUAL = 4096  # elements of a row, where a layer has one tap and its rows may be cut anywhere

@@ -21,7 +21,7 @@ from lipbound.bounds import BOUNDS, bound, bracket
 from lipbound.climb import Climb
 from lipbound.geometry import check_kernel, convolution, named
 from lipbound.kernels.plain import working
-from lipbound.symbol import taps
+from lipbound.symbols import taps
 
 M = TypeVar("M", bound=nn.Module)
 
