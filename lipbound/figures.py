@@ -25,6 +25,13 @@ STYLES = {
 """Contender → label, colour, marker; from slow to fast."""
 
 
+def tidy(axes: Any, grid: str = "both") -> None:
+    """A light grid behind what is drawn, and no frame above and on the right."""
+    axes.grid(axis=grid, color="#e8e8e8")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def portrait_png(portrait: Portrait) -> bytes:
     """σ1 over the torus with its maximizer, and the distribution of all singular values.
 
@@ -121,10 +128,9 @@ def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(f"milliseconds for the whole network ({records[0]['device']})")
-    axes.grid(axis="x", color="#e8e8e8", zorder=0)
+    tidy(axes, grid="x")
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     save(figure, path)
 
@@ -152,10 +158,7 @@ def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     right.set_ylabel("images")
     left.set_ylabel("accuracy")
     for axes in places:
-        axes.grid(color="#e8e8e8")
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        tidy(axes)
     for axes in (left, middle):
         axes.set_ylim(0, 1)
     middle.legend(frameon=False, fontsize=8)

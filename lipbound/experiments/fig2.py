@@ -14,6 +14,7 @@ import torch
 
 from lipbound import bound, bracket, estimate, exact
 from lipbound.experiments.request import Request
+from lipbound.figures import tidy
 from lipbound.records import table
 
 SIZES = (4, 6, 8, 12, 16, 24, 32, 50, 80, 112, 160, 224)
@@ -72,8 +73,6 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
     axes.set_yscale("log")
     axes.set_xlabel("input size n")
     axes.set_ylabel("Γ(n)")
-    axes.grid(color="#e8e8e8")
+    tidy(axes)
     axes.legend(frameon=False, fontsize=7, ncols=2)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     return made

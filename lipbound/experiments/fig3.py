@@ -10,6 +10,7 @@ from typing import Any
 from lipbound.experiments import table2
 from lipbound.experiments.gaps import colors_of
 from lipbound.experiments.request import Request
+from lipbound.figures import tidy
 from lipbound.records import table
 
 ON, TINY = table2.ON, table2.TINY
@@ -93,7 +94,5 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
         right.set_xlabel("PGD iterations")
         right.set_ylabel("accuracy, %")
         for axis in (left, right):
-            axis.grid(color="#e8e8e8")
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
+            tidy(axis)
     return made

@@ -11,6 +11,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
+from lipbound.figures import tidy
 from lipbound.robust.evaluate import outcomes
 from lipbound.robust.settings import filled
 
@@ -212,9 +213,7 @@ def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
         _draw_differences(left, cells, colors)
         _draw_bounds(right, cells, colors)
         for axis in (left, right):
-            axis.grid(axis="x", color="#e8e8e8")
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
+            tidy(axis, grid="x")
         handles, names = right.get_legend_handles_labels()
         hollow, theirs = left.get_legend_handles_labels()
         right.legend(
