@@ -182,7 +182,7 @@ def test_intervals_count_seeds_that_disagree():
     # 5 % of 1,000 images: √(0.05 · 0.95 / 1000) = 0.0069
     assert agree["high"] - agree["low"] == pytest.approx(2 * 1.96 * 0.0069, rel=0.01)
     assert one["high"] == pytest.approx(agree["high"])
-    assert gaps.verdict(one, 0.03) == "one seed, no verdict"
+    assert gaps.verdict(one, 0.03) == "fewer than 3 seeds, no verdict"
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,37 @@ def test_differences_are_of_the_same_images_and_seeds():
     assert difference(other[1:], at, "final", gaps.COLUMNS["clean"]) is None
 
 
+def test_all_test_images_are_compared_seed_by_seed():
+    def cell(seed, right):
+        return {"seed": seed, "training": {"final": {"test_accuracy": right}}}
+
+    one, two = [cell(0, 0.5), cell(1, 0.5), cell(2, 0.5)], [cell(2, 0.6), cell(0, 0.7), cell(3, 0)]
+    found = gaps.whole_difference(two, one, "final", "clean (all)")
+    assert found["seeds"] == pytest.approx([0.1, 0.2])
+    # their deviation is 0.0707, of the mean 0.05; Student's t of one degree is 12.7
+    assert found["high"] - found["difference"] == pytest.approx(12.706 * 0.05, rel=1e-3)
+    single = gaps.whole_difference(two[:1], one, "final", "clean (all)")
+    assert table2.gap(single) == "+10.0"
+    assert gaps.whole_difference(two[2:], one, "final", "clean (all)") is None
+    assert gaps.whole_difference(two, one, "final", "PGD-10 (all)") is None
+
+
+def test_only_enough_seeds_make_a_difference_bold():
+    found = {"difference": 0.02, "low": 0.01, "high": 0.03}
+    assert table2.gap({**found, "seeds": [0.02] * 3}) == "**+2.0 [+1.0, +3.0]**"
+    assert table2.gap({**found, "seeds": [0.02] * 2}) == "+2.0 [+1.0, +3.0]"
+
+
+def test_curves_that_were_counted_otherwise_are_named():
+    arm = {"clean": 0.6, "norms": [1.0, 2.0], "against_iterations": {"0": 0.63, "10": 0.5}}
+    tiers = {"A0": {"at": {**arm, "wrong_by": 0.1}}, "B": {"at": {**arm, "wrong_by": None}}}
+    shown = fig3.report({"tiers": tiers})
+    assert "at of tier A0 (margin 0.1, and begin up to 3.0 points above clean) lie" in shown
+    assert "tier B (" not in shown
+    assert "| B | at | 1.50 |" in shown
+    assert "older version" not in fig3.report({"tiers": {"B": tiers["B"]}})
+
+
 def test_a_control_is_of_arms_that_share_its_changes():
     found = {"clean": accuracy(torch.arange(10) < 5), "pgd": accuracy(torch.arange(10) < 3)}
     arms = {
@@ -248,20 +279,19 @@ def test_a_control_is_of_arms_that_share_its_changes():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "seeds", "said"),
+    ("low", "high", "said"),
     [
-        (0.01, 0.03, (0.01, 0.03), "the paper's direction, less than its size"),
-        (0.01, 0.12, (0.01, 0.12), "the paper's direction, and its size"),
-        (0.12, 0.14, (0.11, 0.15), "the paper's direction, more than its size"),
-        (-0.03, -0.01, (-0.03, -0.01), "the opposite of the paper's direction"),
-        (-0.02, 0.01, (-0.02, 0.01), "no difference seen; the paper's lies outside the interval"),
-        (-0.02, 0.11, (-0.02, 0.11), "no difference seen; the paper's cannot be excluded"),
+        (0.01, 0.03, "the paper's direction, less than its size"),
+        (0.01, 0.12, "the paper's direction, and its size"),
+        (0.12, 0.14, "the paper's direction, more than its size"),
+        (-0.03, -0.01, "the opposite of the paper's direction"),
+        (-0.02, 0.01, "no difference seen; the paper's lies outside the interval"),
+        (-0.02, 0.11, "no difference seen; the paper's cannot be excluded"),
     ],
 )
-def test_what_a_difference_says_of_the_papers(low, high, seeds, said):
-    assert gaps.verdict({"low": low, "high": high, "seeds": seeds}, 0.1) == said
-    turned = {"low": -high, "high": -low, "seeds": [-s for s in seeds]}
-    assert gaps.verdict(turned, -0.1) == said
+def test_what_a_difference_says_of_the_papers(low, high, said):
+    assert gaps.verdict({"low": low, "high": high, "seeds": [0] * 3}, 0.1) == said
+    assert gaps.verdict({"low": -high, "high": -low, "seeds": [0] * 3}, -0.1) == said
 
 
 def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
@@ -276,6 +306,7 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
         return {
             "tier": tier, "label": label, "seed": seed, "best": found, "final": found,
             "device": "cpu", "epochs": epochs, "training_seconds": 1.0,
+            "training": {"final": {"test_accuracy": (right + seed) / 100}},
             "settings": {"data": f"packed-{data}", "arm": label.split()[0],
                          "penalty_weight": float(label.split()[1]) if "+" in label else 0.008},
         }  # fmt: skip
@@ -285,18 +316,19 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
         ("A", "at decay 2e-3", 70, "cifar10"), ("A", "at+lipreg 0.008", 60, "cifar10"),
         ("A", "at+lipreg 0.1", 60, "cifar10"), ("A", "at", 50, "cifar10"),
     ]  # fmt: skip
-    cells = [cell(*each, seed) for each in wanted for seed in (0, 1)]
+    cells = [cell(*each, seed) for each in wanted for seed in range(3)]
     shown = table2.report({"cells": cells})
     few, full = shown.split("### Tier ")[1:]
     assert few.startswith("A\n")
-    assert "| *the paper's* | -5.6 | +3.1 | +7.0 | +10.4 |  |  |" in few
-    assert "| *the paper's* | -3.9 | +1.6 | +3.1 | +4.3 |  |  |" in full
+    assert "| *the paper's* | -5.6 | +3.1 | +7.0 | +10.4 |  | -5.6 | +3.1 |" in few
+    assert "| *the paper's* | -3.9 | +1.6 | +3.1 | +4.3 |  | -3.9 | +1.6 |" in full
     assert few.index("| at | final") < few.index("| at+lipreg 0.008 | final")
-    assert "`at+lipreg 0.008`, clean: the opposite of the paper's direction." in few
-    assert "`at+lipreg 0.008`, clean: the paper's direction, and its size." in full
+    said = "`at+lipreg 0.008` beside the paper's. clean, clean (all): "
+    assert f"{said}the opposite of the paper's direction; PGD: no difference seen" in few
+    assert "clean: the paper's direction, and its size; " in full
     assert "C&W 0.6:" not in few + full, "no network was attacked so"
-    assert "`at decay 2e-3`, " not in few, "the paper has no such arm"
-    assert "`at+lipreg 0.1`, " not in few, "nor such a weight"
+    assert "`at decay 2e-3` beside" not in few, "the paper has no such arm"
+    assert "`at+lipreg 0.1` beside" not in few, "nor such a weight"
     table, tried = few.split(table2.TRIED)
     assert "| at+lipreg 0.1 |" not in table
     assert "| at+lipreg 0.1 | 70.0 |  | 50.0 | 3.0 | 1.00 |" in tried

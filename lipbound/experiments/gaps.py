@@ -25,7 +25,7 @@ PAPER = {
         "at+lipreg": (0.552, 0.215, 0.294, 0.226),
     },
 }  # fmt: skip
-"""Accuracies of the paper's final networks: clean, PGD, C&W at 0.6 and at 0.8."""
+"""Accuracies of the paper's networks: clean, PGD, C&W at 0.6 and at 0.8."""
 WEIGHT = 0.008  # their λ2
 
 
@@ -37,6 +37,17 @@ COLUMNS: dict[str, Entry] = {
     "C&W 0.8": lambda r: r.get("cw", {}).get("0.8"),
     "AutoAttack": lambda r: r.get("autoattack"),
 }
+
+
+WHOLE = {"clean (all)": ("test_accuracy", "clean"), "PGD-10 (all)": ("test_pgd_accuracy", "PGD")}
+"""On all test images, as the training measured it at its end (ten steps of PGD): where it is in a
+summary, and the column of the paper's that it stands beside."""
+SEEDS = 3  # as few are worth a verdict
+
+
+def whole(cell: dict[str, Any], kind: str, name: str) -> float | None:
+    """A column of ``WHOLE`` of a cell's best or final network."""
+    return cell.get("training", {}).get(kind, {}).get(WHOLE[name][0])
 
 
 def attacked(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,11 +88,27 @@ def difference(
     }  # fmt: skip
 
 
+def whole_difference(
+    group: list[dict[str, Any]], other: list[dict[str, Any]], kind: str, name: str
+) -> dict[str, Any] | None:
+    """The same on all test images: an interval over the seeds alone, none of one seed."""
+    seeds = {cell["seed"]: whole(cell, kind, name) for cell in other}
+    pairs = [(whole(cell, kind, name), seeds.get(cell["seed"])) for cell in group]
+    gaps = [one - two for one, two in pairs if one is not None and two is not None]
+    if not gaps:
+        return None
+    middle, reach = statistics.fmean(gaps), math.inf
+    if len(gaps) > 1:
+        reach = _student(statistics.variance(gaps) / len(gaps), len(gaps) - 1)
+    return {"difference": middle, "low": middle - reach, "high": middle + reach, "seeds": gaps}
+
+
 def _reach(table: Tensor) -> float:
     """How far the mean of ``(seeds, images)`` may be off: two crossed random effects.
 
     Mean squares of seeds and images less what is in both; degrees of freedom by Satterthwaite. Few
-    seeds that differ have few, and a wide interval: no narrower than that of their own means.
+    seeds that differ have few, and a wide interval: where they differ by more than the images
+    explain, no narrower than that of their own means.
     """
     seeds, images = table.shape
     if images < 2:
@@ -118,13 +145,10 @@ def held(cell: dict[str, Any], clean: bool = False) -> float | None:
     return statistics.fmean(values) if None not in values else None
 
 
-def held_less(cells: list[dict[str, Any]], label: str, other_label: str) -> float | None:
-    """The mean difference of two arms' held-out accuracies, over the seeds both have."""
-    groups = {name: {c["seed"]: held(c) for c in own} for name, own in grouped(cells).items()}
-    mine, other = groups[label], groups.get(other_label, {})
-    pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
-    gaps = [one - two for one, two in pairs if one is not None and two is not None]
-    return statistics.fmean(gaps) if gaps else None
+def peak(cell: dict[str, Any]) -> float | None:
+    """The highest accuracy under PGD on images kept aside, of all epochs."""
+    values = [epoch["held_out_pgd_accuracy"] for epoch in cell["epochs"]]
+    return max(values) if None not in values else None
 
 
 Pair = tuple[str, str]
@@ -158,6 +182,10 @@ def against(cells: list[dict[str, Any]]) -> dict[Pair, dict[str, dict[str, Any]]
             gap = difference(groups[label], groups.get(other, []), "final", entry)
             if gap is not None:
                 found.setdefault((label, other), {})[name] = gap
+        for name in WHOLE:
+            gap = whole_difference(groups[label], groups.get(other, []), "final", name)
+            if gap is not None:
+                found.setdefault((label, other), {})[name] = gap
     return found
 
 
@@ -168,19 +196,20 @@ def paper_gaps(cell: dict[str, Any]) -> dict[str, float]:
     if arm not in rows or arm == "at" or weight != WEIGHT:
         return {}
     pairs = zip(rows[arm], rows["at"], strict=True)
-    return {name: ours - theirs for name, (ours, theirs) in zip(COLUMNS, pairs, strict=False)}
+    told = {name: ours - theirs for name, (ours, theirs) in zip(COLUMNS, pairs, strict=False)}
+    return {**told, **{name: told[column] for name, (_, column) in WHOLE.items()}}
 
 
 def verdict(gap: dict[str, Any], paper: float) -> str:
     """What a measured difference says of the paper's.
 
     Example:
-        >>> verdict({"low": 0.01, "high": 0.03, "seeds": [0.01, 0.03]}, 0.1)
+        >>> verdict({"low": 0.01, "high": 0.03, "seeds": [0.01, 0.02, 0.03]}, 0.1)
         "the paper's direction, less than its size"
     """
     low, high = gap["low"], gap["high"]
-    if len(gap["seeds"]) < 2:
-        return "one seed, no verdict"
+    if len(gap["seeds"]) < SEEDS:
+        return f"fewer than {SEEDS} seeds, no verdict"
     within = low <= paper <= high
     if low <= 0 <= high:
         known = "cannot be excluded" if within else "lies outside the interval"
@@ -203,13 +232,13 @@ def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
     tiers = {name: attacked(cells) for name, cells in tiers.items() if attacked(cells)}
     count = max(1, len(tiers))
     made, axes = pyplot.subplots(
-        count, 2, figsize=(9.8, 2.9 * count), layout="constrained", squeeze=False, sharex="col",
+        count, 2, figsize=(9.8, 3.4 * count), layout="constrained", squeeze=False, sharex="col",
         width_ratios=(3, 2),
     )  # fmt: skip
     colors = colors_of(cell["label"] for cells in tiers.values() for cell in cells)
     for (left, right), (tier, cells) in zip(axes, tiers.items(), strict=False):
-        left.set_title(f"tier {tier}: final networks less at's", loc="left", fontsize=10)
-        right.set_title("accuracy under PGD, every seed", loc="left", fontsize=10)
+        left.set_title(f"tier {tier}: final networks, difference from at", loc="left", fontsize=10)
+        right.set_title("every seed: bound and accuracy", loc="left", fontsize=10)
         _draw_differences(left, cells, colors)
         _draw_bounds(right, cells, colors)
         for axis in (left, right):
@@ -224,28 +253,32 @@ def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
             loc="center left",
             bbox_to_anchor=(1, 0.5),
         )
-    axes[-1, 0].set_xlabel("accuracy, points")
+    axes[-1, 0].set_xlabel("accuracy, points; dotted: one seed, images alone")
     axes[-1, 1].set_xlabel("log10 of the certified Lipschitz bound")
     return made
 
 
 def _draw_differences(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str]) -> None:
     found = {label: gaps for (label, to), gaps in against(cells).items() if to == "at"}
+    places = {name: place for place, name in enumerate([*COLUMNS, *WHOLE])}
     axis.axvline(0, color="#888888", lw=0.8)
-    for place, (label, gaps) in enumerate(found.items()):
-        shift = 0.7 * ((place + 0.5) / len(found) - 0.5)
-        rows = [list(COLUMNS).index(name) + shift for name in gaps]
-        middles = [100 * gap["difference"] for gap in gaps.values()]
-        reach = [100 * (gap["high"] - gap["difference"]) for gap in gaps.values()]
-        axis.errorbar(middles, rows, xerr=reach, fmt="o", ms=4, color=colors[label])
+    for order, (label, gaps) in enumerate(found.items()):
+        shift = 0.7 * ((order + 0.5) / len(found) - 0.5)
+        for name, gap in gaps.items():
+            reach = 100 * (gap["high"] - gap["difference"])
+            _, _, (line,) = axis.errorbar(
+                100 * gap["difference"], places[name] + shift, fmt="o", ms=4, color=colors[label],
+                xerr=reach if math.isfinite(reach) else 0.0,
+            )  # fmt: skip
+            line.set_linestyle("-" if len(gap["seeds"]) > 1 else ":")
         theirs = paper_gaps(next(cell for cell in cells if cell["label"] == label))
-        rows = [list(COLUMNS).index(name) + shift for name in theirs]
         axis.plot(
-            [100 * gap for gap in theirs.values()], rows, "D", ms=5, mfc="none",
-            color=colors[label], label=f"{label}, the paper's" if theirs else None,
+            [100 * gap for gap in theirs.values()], [places[name] + shift for name in theirs], "D",
+            ms=5, mfc="none", color=colors[label],
+            label=f"{label}, the paper's" if theirs else None,
         )  # fmt: skip
-    axis.set_yticks(range(len(COLUMNS)), labels=[*COLUMNS])
-    axis.set_ylim(len(COLUMNS) - 0.5, -0.5)
+    axis.set_yticks(range(len(places)), labels=[*places])
+    axis.set_ylim(len(places) - 0.5, -0.5)
 
 
 def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str]) -> None:
@@ -255,5 +288,8 @@ def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str])
         if label != "baseline" and None not in bounds:
             seeds = f"{len(group)} seed{'s' if len(group) > 1 else ''}"
             accuracies = [100 * final["pgd"]["accuracy"] for final in finals]
-            axis.plot(bounds, accuracies, "o", ms=5, color=colors[label], label=f"{label}, {seeds}")
-    axis.set_ylabel("%")
+            axis.plot(
+                bounds, accuracies, "o", ms=6, mew=0, alpha=0.6, color=colors[label],
+                label=f"{label}, {seeds}",
+            )  # fmt: skip
+    axis.set_ylabel("accuracy under PGD, %")

@@ -6,6 +6,7 @@ the paper's. Differences are paired: the same images, the same seeds.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Collection
@@ -15,17 +16,21 @@ from lipbound.experiments import gaps
 from lipbound.experiments.gaps import (
     COLUMNS,
     PAPER,
+    SEEDS,
+    WHOLE,
     against,
     attacked,
     grouped,
     held,
-    held_less,
     paper_gaps,
+    peak,
     verdict,
+    whole,
 )
 from lipbound.experiments.request import Request
 from lipbound.experiments.trainings import Tier, work
 from lipbound.records import table
+from lipbound.robust.evaluate import outcomes
 from lipbound.robust.plan import Plan
 from lipbound.robust.settings import settings
 
@@ -47,8 +52,7 @@ OURS = {"arm": "at+spectral", "batchnorm": "folded", "ema": 0.998, "penalty_weig
 AWP = {f"ours awp {gamma:g}": {**OURS, "awp": gamma} for gamma in (0.005, 0.01)}
 TIERS = {
     "A0": Tier(
-        "As `A` with batches of 200 like the paper's: a pilot, whose 3,000 steps were too few to "
-        "overfit",
+        "As `A` with batches of 200 like the paper's, 3,000 steps: a pilot",
         FEW,
         {"at": {"arm": "at"}, "at+lipreg 0.008": {"arm": "at+lipreg"},
          "baseline": {"arm": "baseline"}},
@@ -96,7 +100,7 @@ TIERS = {
             "at": {"arm": "at"},
             "at+lipreg 0.008": {"arm": "at+lipreg", **PUBLISHED},
             "at awp 0.005": {"arm": "at", "ema": OURS["ema"], "awp": 0.005},
-            "ours": AWP["ours awp 0.005"],
+            "ours awp 0.005": AWP["ours awp 0.005"],
         },
         plan=FULL,
         preset="fast",
@@ -107,7 +111,7 @@ TIERS = {
         {
             "at": {"arm": "at"},
             "at+lipreg 0.008": {"arm": "at+lipreg", **PUBLISHED},
-            "ours": AWP["ours awp 0.005"],
+            "ours awp 0.005": AWP["ours awp 0.005"],
         },
         plan=FULL,
         preset="fast",
@@ -116,7 +120,7 @@ TIERS = {
         "WRN-28-10 on CIFAR-10, 26 epochs, one cycle: as many as one stretch of GPU time allows",
         {"data": "packed-cifar10", "epochs": 26, "schedule": "onecycle", "lr": 0.2, "check": 500,
          "weight_decay": 5e-4},
-        {"ours": AWP["ours awp 0.005"]},
+        {"ours awp 0.005": AWP["ours awp 0.005"]},
         plan=FULL,
     ),
 }  # fmt: skip
@@ -129,6 +133,18 @@ TINY = Tier(
 )  # fmt: skip
 ALL = {**TIERS, "tiny": TINY}
 SMOOTH = ("log10 bound", "Jacobian, median")
+WORDS = """A *tier* is a plan: one kind of network on one kind of data, smaller than the paper's.
+Its arms, and its networks:
+
+- `baseline`: plain training; `at`: adversarial training (PGD, ten steps)
+- `at+lipreg W`: with the paper's regularizer, λ2 = W
+- `at+pm`: with its rival, the power method on the layers
+- `at decay`: with a larger weight decay, a control
+- `at+spectral W`: with the logarithms of the symbols' σ1, weight W
+- `ours`: `at+spectral` with BatchNorm folded in and averaged weights (`ema`)
+- `awp`: adversarial weight perturbation
+- `final`: of the last epoch; `best`: of the epoch that was best on images held out of training
+"""
 TRIED = (
     "Weights that were tried, first seed; images held out choose among them, so they are not "
     "attacked. Accuracies in per cent; on images held out of the last five epochs, in training "
@@ -181,14 +197,12 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
 
 def report(record: dict[str, Any]) -> str:
     drawn = "![Differences between the arms, with intervals](table2.svg)\n"
-    parts = [f"## Table 2: robustness\n\n{_paper()}\n{drawn}"]
+    parts = [f"## Table 2: robustness\n\n{WORDS}\n{_paper()}\n{drawn}"]
     for name, cells in by_tier(record["cells"]).items():
-        body = "\n".join(
-            part for part in (_table(cells), _differences(cells), _tried(cells)) if part
-        )
-        parts.append(
-            f"### Tier {name}\n\n{ALL[name].says}. {_arms(ALL[name], grouped(cells))}\n\n{body}"
-        )
+        tables = (_table(cells), _differences(cells), _fit(cells), _tried(cells))
+        about = _arms(ALL[name], grouped(cells))
+        body = "\n".join(part for part in tables if part)
+        parts.append(f"### Tier {name}\n\n{ALL[name].says}. {about}\n\n{body}")
     return "\n".join(parts)
 
 
@@ -196,7 +210,7 @@ def _arms(tier: Tier, named: Collection[str]) -> str:
     """What the labels stand for, and how much the attacks may do."""
     plain = {"arm", "penalty_weight"}
     meant = [
-        f"`{label}` is `{arm['arm']}` with "
+        f"- `{label}`: `{arm['arm']}` with "
         + ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
                     for name, value in arm.items() if name != "arm")
         for label, arm in tier.arms.items()
@@ -205,10 +219,11 @@ def _arms(tier: Tier, named: Collection[str]) -> str:
     decay = settings(preset=tier.preset, **tier.common).weight_decay
     plan = tier.plan
     return (
-        "; ".join([*meant, f"weight_decay is {decay:g} where nothing else is said"])
-        + f". PGD: {plan.restarts} × {plan.iterations} iterations at {plan.radius * 255:.3g}/255; "
-        f"Carlini & Wagner: {plan.searches} × {plan.search_steps}."
-    )
+        f"PGD: {plan.restarts} × {plan.iterations} iterations at {plan.radius * 255:.3g}/255; "
+        f"Carlini & Wagner: {plan.searches} × {plan.search_steps}. Weight decay {decay:g} where "
+        "nothing else is said" + "".join(["; settings of the arms:\n", *("\n" + m for m in meant)]
+                                         if meant else ["."])
+    )  # fmt: skip
 
 
 def _paper() -> str:
@@ -219,7 +234,8 @@ def _paper() -> str:
     ]
     heads = ["data", "arm", *list(COLUMNS)[:4]]
     return (
-        "The paper's networks (WRN-28-10, 200 epochs, final), accuracies in per cent:\n\n"
+        "The paper's networks (WRN-28-10, 200 epochs; which checkpoint, it does not say), "
+        "accuracies in per cent:\n\n"
         f"{table(heads, rows)}\n"
     )
 
@@ -240,30 +256,64 @@ def smooth(networks: list[dict[str, Any]]) -> list[str]:
 
 
 def _table(cells: list[dict[str, Any]]) -> str:
+    """Accuracies of the final networks and of those that images held out chose."""
     cells, rows = attacked(cells), []
-    for label, group in grouped(cells).items():
-        for kind in ("best", "final"):
-            networks = [cell[kind] for cell in group]
-            entries = [[entry(network) for network in networks] for entry in COLUMNS.values()]
+    for kind in ("final", "best"):
+        for label, group in grouped(cells).items():
+            entries = [[entry(cell[kind]) for cell in group] for entry in COLUMNS.values()]
             columns = [_shown([e["accuracy"] for e in found if e]) for found in entries]
-            last = group if kind == "final" else []
-            kept_aside = _shown([held(cell) for cell in last])
-            fitted = _shown([cell["epochs"][-1]["train_accuracy"] for cell in last])
-            columns += [*smooth(networks), kept_aside, fitted]
+            columns += [_shown([whole(cell, kind, name) for cell in group]) for name in WHOLE]
             rows.append([label, kind, str(len(group)), *columns])
     images = {cell["final"]["clean"]["images"] for cell in cells}
-    few = {e["images"] for cell in cells for e in (COLUMNS["AutoAttack"](cell["final"]),) if e}
-    seconds = statistics.fmean(cell["training_seconds"] for cell in cells)
-    heads = ["arm", "network", "seeds", *COLUMNS, *SMOOTH, "held out, PGD", "in training"]
     return (
-        f"{table(heads, rows)}\n\n"
+        f"{table(['arm', 'network', 'seeds', *COLUMNS, *WHOLE], rows)}\n\n"
         "Accuracies in per cent, mean ± deviation over seeds, on the first "
-        f"{'/'.join(map(str, sorted(images)))} test images"
-        + (f" (AutoAttack {'/'.join(map(str, sorted(few)))})" if few else "")
-        + f"; {seconds:.0f} s a training on average on {cells[0]['device']}, "
-        "which several may have shared. `in training` is the last epoch's, on images as it was "
-        "trained on: attacked, but for the baseline.\n"
+        f"{'/'.join(map(str, sorted(images)))} test images{_automatic(cells)}. (all): on all test "
+        "images, ten steps of PGD.\n"
     )
+
+
+def _automatic(cells: list[dict[str, Any]]) -> str:
+    """On how many images AutoAttack was run, and what PGD leaves of these."""
+    few = {e["images"] for cell in cells if (e := COLUMNS["AutoAttack"](cell["final"]))}
+    if len(few) != 1:
+        return ""
+    (count,) = few
+    left = []
+    for label, group in grouped(cells).items():
+        if label != "baseline":
+            same = [outcomes(cell["final"]["pgd"])[:count] for cell in group]
+            left.append(f"{label} {_shown([float(right.double().mean()) for right in same])}")
+    return f" (AutoAttack {count}, of which PGD leaves: {', '.join(left)})"
+
+
+def _fit(cells: list[dict[str, Any]]) -> str:
+    """How smooth the final networks are, and how they fit what they were trained on."""
+    cells, rows = attacked(cells), []
+    for label, group in grouped(cells).items():
+        finals = [cell["final"] for cell in group]
+        proved = [certified(final) for final in finals]
+        fitted = [cell["epochs"][-1]["train_accuracy"] for cell in group]
+        columns = [*smooth(finals), _shown(proved), _shown([peak(cell) for cell in group])]
+        columns += [_shown([held(cell) for cell in group]), _shown(fitted)]
+        rows.append([label, *columns])
+    seconds = statistics.fmean(cell["training_seconds"] for cell in cells)
+    heads = ["arm", *SMOOTH, "certified at 36/255", "held out, its peak", "held out, at the end"]
+    return (
+        "Final networks: certified Lipschitz bound, spectral norms of Jacobians at test images, "
+        "share of images that the bound certifies in L2; PGD on images held out of training, its "
+        "highest epoch and the mean of the last five (a fall between the two is overfitting; every "
+        "seed holds out others); accuracy in the last epoch, on images as it was trained on.\n\n"
+        f"{table([*heads, 'in training'], rows)}\n\n"
+        f"{seconds:.0f} s a training on average on {cells[0]['device']}; it may have been shared "
+        "with others, so times do not compare arms.\n"
+    )
+
+
+def certified(final: dict[str, Any]) -> float | None:
+    """The share of images whose L2 ball of 36/255 the bound certifies."""
+    found = final.get("certified") or {}
+    return next((found[radius]["accuracy"] for radius in found if radius == "0.1412"), None)
 
 
 def _tried(cells: list[dict[str, Any]]) -> str:
@@ -280,41 +330,40 @@ def _tried(cells: list[dict[str, Any]]) -> str:
 
 
 def _differences(cells: list[dict[str, Any]]) -> str:
-    rows, said = [], []
+    rows, said, count = [], [], 0
+    names = [*COLUMNS, *WHOLE]
     for (label, other), found in against(cells).items():
         first = next(cell for cell in cells if cell["label"] == label)
         theirs = paper_gaps(first) if other == "at" else {}
-        shown = [_with_seeds(found[name]) if name in found else "" for name in COLUMNS]
-        aside = held_less(cells, label, other)
-        shown.append("" if aside is None else f"{100 * aside:+.1f}")
-        rows.append([f"{label} − {other}", *shown])
+        rows.append([f"{label} − {other}", *(gap(found[n]) if n in found else "" for n in names)])
+        count += sum(len(one["seeds"]) >= SEEDS for one in found.values())
         if theirs:
-            shown = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in COLUMNS]
-            rows.append(["*the paper's*", *shown, ""])
-        said += [
-            f"- `{label}`, {name}: {verdict(found[name], theirs[name])}."
-            for name in found
-            if name in theirs
-        ]
+            shown = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in names]
+            rows.append(["*the paper's*", *shown])
+        told: dict[str, list[str]] = {}
+        for name in found:
+            if name in theirs:
+                told.setdefault(verdict(found[name], theirs[name]), []).append(name)
+        if told:
+            words = "; ".join(f"{', '.join(own)}: {word}" for word, own in told.items())
+            said.append(f"- `{label}` beside the paper's. {words}.")
     if not rows:
         return ""
     return (
         "Differences between final networks of the same seeds, in points, with 95 % intervals "
-        "over images and seeds (of one seed: over images alone), **bold** where zero lies "
-        "outside; in brackets seed by seed:\n\n"
-        + table(["arm", *COLUMNS, "held out, PGD"], rows) + "\n"
-        + ("\nBeside the paper's differences:\n\n" + "\n".join(said) + "\n" if said else "")
+        "over images and seeds (of one seed: over images alone), on all images over seeds. "
+        f"**Bold** where {SEEDS} seeds or more leave zero outside"
+        + (f"; of {count} intervals chance alone does that to {0.05 * count:.0f} or so" if count
+           else "")
+        + ".\n\n" + table(["", *names], rows) + "\n"
+        + ("\n" + "\n".join(said) + "\n" if said else "")
     )  # fmt: skip
 
 
 def gap(found: dict[str, Any]) -> str:
-    """A difference and its interval in points, bold where zero lies outside."""
-    text = (
-        f"{100 * found['difference']:+.1f} [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
-    )
-    return text if found["low"] <= 0 <= found["high"] else f"**{text}**"
-
-
-def _with_seeds(found: dict[str, Any]) -> str:
-    seeds = [f"{100 * seed:+.1f}" for seed in found["seeds"]]
-    return gap(found) + (f" ({', '.join(seeds)})" if len(seeds) > 1 else "")
+    """A difference and its interval in points, bold where enough seeds leave zero outside."""
+    text = f"{100 * found['difference']:+.1f}"
+    if math.isfinite(found["high"]):
+        text += f" [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
+    settled = len(found["seeds"]) >= SEEDS and not found["low"] <= 0 <= found["high"]
+    return f"**{text}**" if settled else text
