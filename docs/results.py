@@ -76,6 +76,9 @@ def robustness(tiers: dict[str, list[dict]]) -> str:
         if own[0]["settings"]["penalty"]
     ]
     dose, theirs = (pull(cell) for cell in (of_few[lipreg][0], None))
+    norms = {
+        label: f"{own[0]['final']['jacobian_norms']['mean']:.2f}" for label, own in of_full.items()
+    }
     peak, end = (100 * statistics.fmean(f(c) for c in of_few["at"]) for f in (gaps.peak, gaps.held))
     awp = gaps.held(next(cell for cell in tiers["A"] if cell["label"] == ours))
     at = gaps.held(of_few["at"][0])
@@ -98,8 +101,9 @@ def robustness(tiers: dict[str, list[dict]]) -> str:
   the accuracy under PGD by {told(few, lipreg, "PGD-10 (all)")} points on all test images; the paper has {100 * paper["PGD"]:+.1f}. Under C&W a gain of the
   paper's size is excluded, a smaller one is not. There the same λ2 acts for {dose / theirs:.2f} of the paper's steps × learning rate, and more
   of it (0.02, 0.05) only loses; nor does AT overfit there as the paper's did (PGD on images held out: {peak:.1f} % at its peak, {end:.1f} at
-  the end). On all of CIFAR-10 (tier B: PreActResNet-18, one seed) it costs clean accuracy as in the paper, is
-  better under C&W 0.8 ({told(full, lipreg, "C&W 0.8")}) and worse under PGD ({told(full, lipreg, "PGD")}).
+  the end). On all of CIFAR-10 (tier B: PreActResNet-18, one seed) it does to clean accuracy and
+  Jacobians what it does in the paper ({norms["at"]} → {norms[lipreg]}, the paper's {fig3.MEANS["at"]:g} → {fig3.MEANS["at+lipreg"]:g}), is better under C&W 0.8 ({told(full, lipreg, "C&W 0.8")})
+  and worse under PGD ({told(full, lipreg, "PGD")}).
 - **Plain adversarial training does as well**: in tier B it has {shown(of_full["at"][0])} % clean / under PGD after 60 epochs, the paper's AT+LipReg
   (WRN-28-10, 200 epochs) {100 * clean:.1f} / {100 * pgd:.1f}. In tier A a larger weight decay gains {told(few, "at decay 2e-3", "PGD-10 (all)")} under PGD on all images.
 - **Our recipe** cannot be told from AT in tier A. In tier B, with weight perturbation, it has {shown(of_full[ours][0])} after {of_full[ours][0]["training_seconds"] / 60:.0f} minutes of an

@@ -55,6 +55,11 @@ def attacked(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [cell for cell in cells if "pgd" in cell["final"]]
 
 
+def plain(cell: dict[str, Any]) -> bool:
+    """Whether it was trained on images as they are: attacks leave nothing of it."""
+    return filled(cell["settings"])["attack"] == 0
+
+
 def grouped(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
@@ -176,7 +181,7 @@ def against(cells: list[dict[str, Any]]) -> dict[Pair, dict[str, dict[str, Any]]
     ]
     found: dict[Pair, dict[str, dict[str, Any]]] = {}
     for label, other in pairs:
-        if label in (other, "baseline"):
+        if label == other or plain(groups[label][0]):
             continue
         for name, entry in COLUMNS.items():
             gap = difference(groups[label], groups.get(other, []), "final", entry)
@@ -222,9 +227,9 @@ def verdict(gap: dict[str, Any], paper: float) -> str:
 
 def colors_of(labels: Iterable[str]) -> dict[str, str]:
     """Of the arms, the same in every figure: plain ones grey, the others in the order they come."""
-    plain = {"at": "#333333", "baseline": "#aaaaaa"}
-    others = [label for label in dict.fromkeys(labels) if label not in plain]
-    return {**plain, **{label: f"C{i % 10}" for i, label in enumerate(others)}}
+    grey = {"at": "#333333", "baseline": "#aaaaaa"}
+    others = [label for label in dict.fromkeys(labels) if label not in grey]
+    return {**grey, **{label: f"C{i % 10}" for i, label in enumerate(others)}}
 
 
 def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
@@ -285,7 +290,7 @@ def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str])
     for label, group in grouped(cells).items():
         finals = [cell["final"] for cell in group]
         bounds = [final["log10_lipschitz"]["upper"] for final in finals]
-        if label != "baseline" and None not in bounds:
+        if not plain(group[0]) and None not in bounds:
             seeds = f"{len(group)} seed{'s' if len(group) > 1 else ''}"
             accuracies = [100 * final["pgd"]["accuracy"] for final in finals]
             axis.plot(

@@ -24,6 +24,7 @@ from lipbound.experiments.gaps import (
     held,
     paper_gaps,
     peak,
+    plain,
     verdict,
     whole,
 )
@@ -73,6 +74,7 @@ TIERS = {
             "at+pm": {"arm": "at+pm"},
             "ours": {**OURS, "weight_decay": 2e-3},
             **AWP,
+            "lipreg 0.008": {"arm": "lipreg"},
         },
         {"at": 3, "at+lipreg 0.008": 3, "at decay 2e-3": 3, "baseline": 3, "at+pm": 3, "ours": 3},
         FULL,
@@ -136,8 +138,9 @@ SMOOTH = ("log10 bound", "Jacobian, median")
 WORDS = """A *tier* is a plan: one kind of network on one kind of data, smaller than the paper's.
 Its arms, and its networks:
 
-- `baseline`: plain training; `at`: adversarial training (PGD, ten steps)
-- `at+lipreg W`: with the paper's regularizer, λ2 = W
+- `baseline`: plain training; `lipreg W`: with the paper's regularizer, λ2 = W
+- `at`: adversarial training (PGD, ten steps)
+- `at+lipreg W`: with the regularizer as well
 - `at+pm`: with its rival, the power method on the layers
 - `at decay`: with a larger weight decay, a control
 - `at+spectral W`: with the logarithms of the symbols' σ1, weight W
@@ -208,13 +211,13 @@ def report(record: dict[str, Any]) -> str:
 
 def _arms(tier: Tier, named: Collection[str]) -> str:
     """What the labels stand for, and how much the attacks may do."""
-    plain = {"arm", "penalty_weight"}
+    told = {"arm", "penalty_weight"}  # by the label
     meant = [
         f"- `{label}`: `{arm['arm']}` with "
         + ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
                     for name, value in arm.items() if name != "arm")
         for label, arm in tier.arms.items()
-        if label in named and arm.keys() - plain
+        if label in named and arm.keys() - told
     ]  # fmt: skip
     decay = settings(preset=tier.preset, **tier.common).weight_decay
     plan = tier.plan
@@ -281,7 +284,7 @@ def _automatic(cells: list[dict[str, Any]]) -> str:
     (count,) = few
     left = []
     for label, group in grouped(cells).items():
-        if label != "baseline":
+        if not plain(group[0]):
             same = [outcomes(cell["final"]["pgd"])[:count] for cell in group]
             left.append(f"{label} {_shown([float(right.double().mean()) for right in same])}")
     return f" (AutoAttack {count}, of which PGD leaves: {', '.join(left)})"
