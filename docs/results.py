@@ -100,7 +100,7 @@ def robustness(tiers: dict[str, list[dict]]) -> str:
     return f"""- **The paper's gain under PGD was not found.** With {len(of_few["at"])} seeds (tier A: WRN-28-4, 10,000 images) its regularizer changes
   the accuracy under PGD by {told(few, lipreg, "PGD-10 (all)")} points on all test images; the paper has {100 * paper["PGD"]:+.1f}. Under C&W a gain of the
   paper's size is excluded, a smaller one is not. There the same λ2 acts for {dose / theirs:.2f} of the paper's steps × learning rate, and more
-  of it (0.02, 0.05) only loses; nor does AT overfit there as the paper's did (PGD on images held out: {peak:.1f} % at its peak, {end:.1f} at
+  of it (0.02, 0.05) only loses; nor does AT overfit there (PGD on images held out: {peak:.1f} % at its peak, {end:.1f} at
   the end). On all of CIFAR-10 (tier B: PreActResNet-18, one seed) it does to clean accuracy and
   Jacobians what it does in the paper ({norms["at"]} → {norms[lipreg]}, the paper's {fig3.MEANS["at"]:g} → {fig3.MEANS["at+lipreg"]:g}), is better under C&W 0.8 ({told(full, lipreg, "C&W 0.8")})
   and worse under PGD ({told(full, lipreg, "PGD")}).

@@ -82,8 +82,8 @@ def report(record: dict[str, Any]) -> str:
 
 Final networks of the first seed; PGD with one restart; networks trained without attacks fall out of
 the curves' range. The paper's panel of Carlini & Wagner's attack against iterations is not drawn;
-its mean norms are from its first author's thesis. Curves are the search's own count, from its random
-start on, before its images are looked at again in float32.{late}
+its mean norms are from its first author's thesis. Curves are the search's own count, from its
+random start on, before its images are looked at again in float32.{late}
 
 {table([*heads, "at the end"], rows)}
 """
