@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -59,9 +60,10 @@ def _main() -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process at once while PyTorch is imported.
+    """Ctrl-C ends the process at once while PyTorch is imported, and is late when it is unloaded.
 
-    That import goes on after an interruption, without what it was about to import.
+    That import goes on after an interruption, without what it was about to import. At the end
+    everything is written, and taking PyTorch apart takes a while.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -80,6 +82,7 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last is called first
 
 
 def _stop(message: str, code: int) -> NoReturn:

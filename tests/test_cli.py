@@ -382,6 +382,18 @@ cli.main()
     assert (later.returncode, later.stderr) == (130, "lipbound: interrupted\n")
 
 
+def test_interruption_when_all_is_done():
+    code = """
+import atexit, signal, sys
+from lipbound import cli
+atexit.register(signal.raise_signal, signal.SIGINT)
+sys.argv = ["lipbound", "--help"]
+cli.main()
+"""
+    ended = fresh(code)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_what_is_exported_is_found_when_it_is_wanted():
     assert {name for names in lipbound._HOMES.values() for name in names} == {*lipbound.__all__}
     for name in lipbound.__all__:
