@@ -60,14 +60,18 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Found where it is when it is wanted: the command line answers ``--help`` before PyTorch."""
-    for home, names in _HOMES.items():
-        if name in names:
-            globals()[name] = found = getattr(import_module(f"lipbound.{home}"), name)
-            return found
-    raise AttributeError(f"module 'lipbound' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which knows all names, and should miss those that are not there
+
+    def __getattr__(name: str) -> Any:
+        """Found where it is when it is wanted: ``lipbound --help`` answers before PyTorch."""
+        if name in _HOMES:
+            return import_module(f"lipbound.{name}")
+        for home, names in _HOMES.items():
+            if name in names:
+                globals()[name] = found = getattr(import_module(f"lipbound.{home}"), name)
+                return found
+        raise AttributeError(f"module 'lipbound' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({"__version__", *_HOMES, *__all__})

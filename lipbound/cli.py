@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from lipbound import __version__
 from lipbound.text import printable
 
 
@@ -23,19 +25,19 @@ def main() -> None:
 
 
 def _main() -> None:
-    if sys.argv[1:] == ["--version"]:  # the core alone can say it
-        from lipbound import __version__
-
-        print(f"lipbound {__version__}")
-        return
+    alone = sys.argv[1:] == ["--version"]  # the core can say it
     try:
         import typer  # noqa: F401
     except ImportError:
-        _stop("commands need an extra: pip install 'lipbound[cli]'", 2)
+        if not alone:
+            _stop("commands need an extra: pip install 'lipbound[cli]'", 2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without arrows gets their names
             stream.reconfigure(errors="backslashreplace")
     try:
+        if alone:
+            print(f"lipbound {__version__}", flush=True)
+            return
         from lipbound.commands import run
 
         code = run(sys.argv[1:])
@@ -69,11 +71,13 @@ def _interruptible() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         torch = sys.modules.get("torch")
         if torch is None or getattr(torch.__spec__, "_initializing", False):
-            os.write(2, b"lipbound: interrupted\n")
-            os._exit(130)
+            try:
+                os.write(2, b"lipbound: interrupted\n")
+            finally:  # whoever reads it may be interrupted too
+                os._exit(130)
         signal.default_int_handler(number, frame)
 
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not under nohup
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # no background job
     if not usual or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,6 +86,7 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.register(gc.freeze)  # a last look for garbage takes most of a second
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last is called first
 
 

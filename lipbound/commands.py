@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lipbound import __version__
 from lipbound.given import (
     bar,
     check_input,
@@ -47,9 +48,18 @@ def run(arguments: Sequence[str]) -> int:
         raise
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lipbound {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+    ] = False,
 ) -> None:
     """Options of every command."""
 

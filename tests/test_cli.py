@@ -32,6 +32,8 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 def test_version_and_help(monkeypatch, capsys):
     assert run(monkeypatch, capsys, "--version")[:2] == (0, f"lipbound {lipbound.__version__}\n")
+    version = (0, f"lipbound {lipbound.__version__}\n")
+    assert run(monkeypatch, capsys, "--version", "audit", "demo")[:2] == version
     for arguments in ([], ["--help"], ["audit", "--help"]):
         code, out, _ = run(monkeypatch, capsys, *arguments)
         assert (code, out.count("Usage:")) == (0, 1)
@@ -392,6 +394,17 @@ cli.main()
 """
     ended = fresh(code)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_interruption_that_nobody_can_read():
+    code = "import os; os.close(2); import signal; from lipbound import cli, commands\n"
+    code += "commands.run = lambda arguments: signal.raise_signal(signal.SIGINT)\ncli.main()"
+    assert fresh(code).returncode == 130
+
+
+def test_modules_are_found_without_being_imported():
+    code = "import lipbound; print(lipbound.bounds.__name__, lipbound.symbols.__name__)"
+    assert fresh(code).stdout == "lipbound.bounds lipbound.symbols\n"
 
 
 def test_what_is_exported_is_found_when_it_is_wanted():

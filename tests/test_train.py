@@ -24,7 +24,7 @@ from lipbound.robust.data import digits, in_memory
 from lipbound.robust.run import Run
 from lipbound.robust.settings import ARMS, as_dict, settings
 from lipbound.robust.team import Team
-from lipbound.robust.train import train
+from lipbound.robust.train import _signals, train
 from lipbound.robust.trained import load_model
 
 SMALL = {"batch": 16, "attack": 2, "check": 40, "check_attack": 2, "radius": 0.1}
@@ -98,7 +98,7 @@ import torch
 torch.set_num_threads(1)
 from pathlib import Path
 from test_train import blobs, chosen
-from lipbound.robust.train import train
+from lipbound.robust.train import _signals, train
 train(chosen({arm!r}, **{changes!r}), blobs(channels=3), Path({out!r}), resume=True, device="cpu",
       save_every={save})
 """
@@ -218,6 +218,17 @@ def test_one_of_two_dies(tmp_path):
     assert tensors
     assert about["step"] > 0
     assert not wrong
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_background_job_that_ignores_an_interruption_goes_on_ignoring_it(ignored):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with _signals() as stop:
+            signal.raise_signal(signal.SIGINT)
+        assert stop == ([] if ignored else ["interrupted"])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_asked_to_stop(tmp_path):

@@ -124,8 +124,12 @@ def _signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         stop.append("interrupted" if number == signal.SIGINT else "terminated")
 
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, ask) for kind in kinds}
+    heard = [  # a background job may be told to ignore them
+        kind
+        for kind in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(kind) is not signal.SIG_IGN
+    ]
+    before = {kind: signal.signal(kind, ask) for kind in heard}
     try:
         yield stop
     finally:
