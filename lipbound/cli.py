@@ -25,17 +25,17 @@ def main() -> None:
 
 
 def _main() -> None:
-    alone = sys.argv[1:] == ["--version"]  # the core can say it
+    version = sys.argv[1:] == ["--version"]  # the core alone can say it
     try:
-        import typer  # noqa: F401
+        if not version:
+            import typer  # noqa: F401
     except ImportError:
-        if not alone:
-            _stop("commands need an extra: pip install 'lipbound[cli]'", 2)
+        _stop("commands need an extra: pip install 'lipbound[cli]'", 2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without arrows gets their names
             stream.reconfigure(errors="backslashreplace")
     try:
-        if alone:
+        if version:
             print(f"lipbound {__version__}", flush=True)
             return
         from lipbound.commands import run

@@ -67,6 +67,10 @@ def grouped(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return groups
 
 
+def seeds(count: int) -> str:
+    return f"{count} seed{'s' if count > 1 else ''}"
+
+
 def difference(
     group: list[dict[str, Any]], other: list[dict[str, Any]], kind: str, entry: Entry
 ) -> dict[str, Any] | None:
@@ -75,11 +79,11 @@ def difference(
     The interval (95 %, Student's t) takes images and seeds as drawn at random. Of one seed it
     counts the images alone.
     """
-    seeds = {cell["seed"]: cell for cell in other}
+    others = {cell["seed"]: cell for cell in other}
     gaps: list[Tensor] = []
     for cell in group:
-        if cell["seed"] in seeds:
-            one, two = entry(cell[kind]), entry(seeds[cell["seed"]][kind])
+        if cell["seed"] in others:
+            one, two = entry(cell[kind]), entry(others[cell["seed"]][kind])
             if one is None or two is None:
                 return None
             gaps.append(outcomes(one).double() - outcomes(two).double())
@@ -97,8 +101,8 @@ def whole_difference(
     group: list[dict[str, Any]], other: list[dict[str, Any]], kind: str, name: str
 ) -> dict[str, Any] | None:
     """The same on all test images: an interval over the seeds alone, none of one seed."""
-    seeds = {cell["seed"]: whole(cell, kind, name) for cell in other}
-    pairs = [(whole(cell, kind, name), seeds.get(cell["seed"])) for cell in group]
+    others = {cell["seed"]: whole(cell, kind, name) for cell in other}
+    pairs = [(whole(cell, kind, name), others.get(cell["seed"])) for cell in group]
     gaps = [one - two for one, two in pairs if one is not None and two is not None]
     if not gaps:
         return None
@@ -183,14 +187,12 @@ def against(cells: list[dict[str, Any]]) -> dict[Pair, dict[str, dict[str, Any]]
     for label, other in pairs:
         if label == other or plain(groups[label][0]):
             continue
-        for name, entry in COLUMNS.items():
-            gap = difference(groups[label], groups.get(other, []), "final", entry)
-            if gap is not None:
-                found.setdefault((label, other), {})[name] = gap
-        for name in WHOLE:
-            gap = whole_difference(groups[label], groups.get(other, []), "final", name)
-            if gap is not None:
-                found.setdefault((label, other), {})[name] = gap
+        both = groups[label], groups.get(other, []), "final"
+        gaps = {name: difference(*both, entry) for name, entry in COLUMNS.items()}
+        gaps |= {name: whole_difference(*both, name) for name in WHOLE}
+        known = {name: gap for name, gap in gaps.items() if gap is not None}
+        if known:
+            found[label, other] = known
     return found
 
 
@@ -291,10 +293,9 @@ def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str])
         finals = [cell["final"] for cell in group]
         bounds = [final["log10_lipschitz"]["upper"] for final in finals]
         if not plain(group[0]) and None not in bounds:
-            seeds = f"{len(group)} seed{'s' if len(group) > 1 else ''}"
             accuracies = [100 * final["pgd"]["accuracy"] for final in finals]
             axis.plot(
                 bounds, accuracies, "o", ms=6, mew=0, alpha=0.6, color=colors[label],
-                label=f"{label}, {seeds}",
+                label=f"{label}, {seeds(len(group))}",
             )  # fmt: skip
     axis.set_ylabel("accuracy under PGD, %")

@@ -134,6 +134,7 @@ TINY = Tier(
     images=30, autoattack=0, jacobians=10, doubts=False, preset="digits",
 )  # fmt: skip
 ALL = {**TIERS, "tiny": TINY}
+GAPS = (*COLUMNS, *WHOLE)
 SMOOTH = ("log10 bound", "Jacobian, median")
 WORDS = """A *tier* is a plan: one kind of network on one kind of data, smaller than the paper's.
 Its arms, and its networks:
@@ -315,8 +316,7 @@ def _fit(cells: list[dict[str, Any]]) -> str:
 
 def certified(final: dict[str, Any]) -> float | None:
     """The share of images whose L2 ball of 36/255 the bound certifies."""
-    found = final.get("certified") or {}
-    return next((found[radius]["accuracy"] for radius in found if radius == "0.1412"), None)
+    return (final.get("certified") or {}).get("0.1412", {}).get("accuracy")
 
 
 def _tried(cells: list[dict[str, Any]]) -> str:
@@ -334,15 +334,13 @@ def _tried(cells: list[dict[str, Any]]) -> str:
 
 def _differences(cells: list[dict[str, Any]]) -> str:
     rows, said, count = [], [], 0
-    names = [*COLUMNS, *WHOLE]
     for (label, other), found in against(cells).items():
         first = next(cell for cell in cells if cell["label"] == label)
         theirs = paper_gaps(first) if other == "at" else {}
-        rows.append([f"{label} − {other}", *(gap(found[n]) if n in found else "" for n in names)])
+        rows.append([f"{label} − {other}", *gap_row(found)])
         count += sum(len(one["seeds"]) >= SEEDS for one in found.values())
         if theirs:
-            shown = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in names]
-            rows.append(["*the paper's*", *shown])
+            rows.append(["*the paper's*", *paper_row(theirs)])
         told: dict[str, list[str]] = {}
         for name in found:
             if name in theirs:
@@ -358,9 +356,19 @@ def _differences(cells: list[dict[str, Any]]) -> str:
         f"**Bold** where {SEEDS} seeds or more leave zero outside"
         + (f"; of {count} intervals chance alone does that to {0.05 * count:.0f} or so" if count
            else "")
-        + ".\n\n" + table(["", *names], rows) + "\n"
+        + ".\n\n" + table(["", *GAPS], rows) + "\n"
         + ("\n" + "\n".join(said) + "\n" if said else "")
     )  # fmt: skip
+
+
+def gap_row(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Measured differences, column by column of ``GAPS``."""
+    return [gap(found[name]) if name in found else "" for name in GAPS]
+
+
+def paper_row(theirs: dict[str, float]) -> list[str]:
+    """The paper's, beside them."""
+    return [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in GAPS]
 
 
 def gap(found: dict[str, Any]) -> str:

@@ -196,11 +196,8 @@ def cell(
     plan = tier.plan if attacked else replace(tier.plan, attacks=())
     found: dict[str, Any] = {}
     best, final = networks(where)
-    for network in (final, best):
+    for network in (final,) if _same(best, final) else (final, best):
         kind = network.path.stem
-        if found and _same(best, final):
-            found[kind] = {**found["final"], "checkpoint": network.path.name}
-            continue
         say(f"{kind}:")
         look = partial(_looked_at, network, where / "assessed.jsonl", torch.device(device), say)
         closer = attacked and tier.doubts and chosen.seed == 0 and kind == "final"
@@ -218,6 +215,7 @@ def cell(
             found[kind]["autoattack"] = look(few, replace(plan, attacks=("autoattack",)))[
                 "autoattack"
             ]
+    found.setdefault("best", {**found["final"], "checkpoint": best.path.name})
     kept = ("epoch", "held_out_accuracy", "held_out_pgd_accuracy", "train_accuracy", "loss")
     steps = read(where / "records.jsonl")
     epochs = [{k: r[k] for k in kept} for r in steps]
@@ -236,7 +234,7 @@ def cell(
 def _same(one: Trained, two: Trained) -> bool:
     """Whether two files hold the same network: a last epoch that was the best one."""
     pairs = zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True)
-    return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def _looked_at(
