@@ -315,10 +315,11 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
         ("B100", "at+lipreg 0.008", 45, "cifar100"), ("B100", "at", 50, "cifar100"),
         ("A", "at decay 2e-3", 70, "cifar10"), ("A", "at+lipreg 0.008", 60, "cifar10"),
         ("A", "at+lipreg 0.1", 60, "cifar10"), ("A", "at", 50, "cifar10"),
+        ("C", "ours awp 0.005", 40, "cifar10"),
     ]  # fmt: skip
     cells = [cell(*each, seed) for each in wanted for seed in range(3)]
     shown = table2.report({"cells": cells})
-    few, full = shown.split("### Tier ")[1:]
+    few, full, alone = shown.split("### Tier ")[1:]
     assert few.startswith("A\n")
     assert "| *the paper's* | -5.6 | +3.1 | +7.0 | +10.4 |  | -5.6 | +3.1 |" in few
     assert "| *the paper's* | -3.9 | +1.6 | +3.1 | +4.3 |  | -3.9 | +1.6 |" in full
@@ -333,6 +334,9 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
     assert "| at+lipreg 0.1 |" not in table
     assert "| at+lipreg 0.1 | 70.0 |  | 50.0 | 3.0 | 1.00 |" in tried
     assert table2.TRIED not in full
+    theirs = "| *the paper's at* |  |  | 86.4 | 42.6 | 47.7 | 33.4 |  |  |  |"
+    assert theirs in alone, "beside what has no AT of its own"
+    assert theirs not in few
 
 
 def test_first_seeds_come_first():

@@ -15,7 +15,7 @@ from lipbound.figures import tidy
 from lipbound.robust.evaluate import outcomes
 from lipbound.robust.settings import filled
 
-PAPER = {
+PAPER: dict[str, dict[str, tuple[float, ...]]] = {
     "cifar10": {
         "baseline": (0.953, 0.0, 0.002, 0.0), "at": (0.864, 0.426, 0.477, 0.334),
         "at+pm": (0.788, 0.434, 0.521, 0.419), "at+lipreg": (0.808, 0.457, 0.547, 0.438),
@@ -196,9 +196,14 @@ def against(cells: list[dict[str, Any]]) -> dict[Pair, dict[str, dict[str, Any]]
     return found
 
 
+def paper_arms(cell: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Arm → accuracies of the paper's network on this cell's data."""
+    return PAPER.get(cell["settings"]["data"].removeprefix("packed-"), {})
+
+
 def paper_gaps(cell: dict[str, Any]) -> dict[str, float]:
     """Column → the paper's difference from its AT, of this cell's arm, λ2 and data."""
-    rows = PAPER.get(cell["settings"]["data"].removeprefix("packed-"), {})
+    rows = paper_arms(cell)
     arm, weight = cell["settings"]["arm"], cell["settings"]["penalty_weight"]
     if arm not in rows or arm == "at" or weight != WEIGHT:
         return {}
@@ -235,18 +240,31 @@ def colors_of(labels: Iterable[str]) -> dict[str, str]:
 
 
 def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
-    """Tier by tier: differences with intervals, the paper's hollow; accuracies beside bounds."""
+    """Tier by tier: differences with intervals, the paper's hollow; accuracies beside bounds.
+
+    A tier without AT has no differences: its accuracies are drawn, beside the paper's.
+    """
     tiers = {name: attacked(cells) for name, cells in tiers.items() if attacked(cells)}
     count = max(1, len(tiers))
     made, axes = pyplot.subplots(
-        count, 2, figsize=(9.8, 3.4 * count), layout="constrained", squeeze=False, sharex="col",
+        count, 2, figsize=(9.8, 3.4 * count), layout="constrained", squeeze=False,
         width_ratios=(3, 2),
     )  # fmt: skip
     colors = colors_of(cell["label"] for cells in tiers.values() for cell in cells)
+    first = None
     for (left, right), (tier, cells) in zip(axes, tiers.items(), strict=False):
-        left.set_title(f"tier {tier}: final networks, difference from at", loc="left", fontsize=10)
+        title = f"tier {tier}: final networks, "
+        if "at" in grouped(cells):
+            title += "difference from at"
+            _draw_differences(left, cells, colors)
+            first = first or left
+            left.sharex(first)
+        else:
+            title += "accuracy"
+            _draw_accuracies(left, cells, colors)
+        left.set_title(title, loc="left", fontsize=10)
         right.set_title("every seed: bound and accuracy", loc="left", fontsize=10)
-        _draw_differences(left, cells, colors)
+        right.sharex(axes[0, 1])
         _draw_bounds(right, cells, colors)
         for axis in (left, right):
             tidy(axis, grid="x")
@@ -260,7 +278,6 @@ def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
             loc="center left",
             bbox_to_anchor=(1, 0.5),
         )
-    axes[-1, 0].set_xlabel("accuracy, points; dotted: one seed, images alone")
     axes[-1, 1].set_xlabel("log10 of the certified Lipschitz bound")
     return made
 
@@ -284,8 +301,28 @@ def _draw_differences(axis: Any, cells: list[dict[str, Any]], colors: dict[str, 
             ms=5, mfc="none", color=colors[label],
             label=f"{label}, the paper's" if theirs else None,
         )  # fmt: skip
-    axis.set_yticks(range(len(places)), labels=[*places])
-    axis.set_ylim(len(places) - 0.5, -0.5)
+    _name_rows(axis, [*places])
+    axis.set_xlabel("accuracy, points; dotted: one seed, images alone")
+
+
+def _draw_accuracies(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str]) -> None:
+    for label, group in grouped(cells).items():
+        for place, entry in enumerate(COLUMNS.values()):
+            values = [100 * found["accuracy"] for cell in group if (found := entry(cell["final"]))]
+            axis.plot(values, [place] * len(values), "o", ms=5, color=colors[label])
+    for arm, theirs in paper_arms(cells[0]).items():
+        if arm != "baseline":
+            axis.plot(
+                [100 * value for value in theirs], range(len(theirs)), "D", ms=5, mfc="none",
+                color=colors.get(f"{arm} {WEIGHT:g}", colors.get(arm)), label=f"{arm}, the paper's",
+            )  # fmt: skip
+    _name_rows(axis, [*COLUMNS])
+    axis.set_xlabel("accuracy, %")
+
+
+def _name_rows(axis: Any, names: list[str]) -> None:
+    axis.set_yticks(range(len(names)), labels=names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
 
 
 def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str]) -> None:

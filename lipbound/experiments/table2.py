@@ -22,6 +22,7 @@ from lipbound.experiments.gaps import (
     attacked,
     grouped,
     held,
+    paper_arms,
     paper_gaps,
     peak,
     plain,
@@ -268,6 +269,10 @@ def _table(cells: list[dict[str, Any]]) -> str:
             columns = [_shown([e["accuracy"] for e in found if e]) for found in entries]
             columns += [_shown([whole(cell, kind, name) for cell in group]) for name in WHOLE]
             rows.append([label, kind, str(len(group)), *columns])
+    if "at" not in grouped(cells):  # the paper's stand in for what there is no difference from
+        for arm, values in paper_arms(cells[0]).items():
+            shown = [f"{100 * value:.1f}" for value in values]
+            rows.append([f"*the paper's {arm}*", "", "", *shown, *[""] * (len(GAPS) - len(shown))])
     images = {cell["final"]["clean"]["images"] for cell in cells}
     return (
         f"{table(['arm', 'network', 'seeds', *COLUMNS, *WHOLE], rows)}\n\n"
