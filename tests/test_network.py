@@ -162,16 +162,15 @@ def test_audit_restores_modes_and_refuses_nan():
         audit(model, (3, 4, 4))
 
 
-@pytest.mark.parametrize("depth", [20, 32])
-def test_trained_resnets(depth, shared: Path):
+def test_a_trained_resnet(shared: Path):
     safetensors = pytest.importorskip("safetensors.torch", reason="reads the weights")
-    model = ResNet(depth)
-    weights = safetensors.load_file(shared / f"data/weights/cifar10_resnet{depth}.safetensors")
+    model = ResNet(20)
+    weights = safetensors.load_file(shared / "data/weights/cifar10_resnet20.safetensors")
     model.load_state_dict(weights)
     found = audit(model, (3, 32, 32), search=2)
     assert found.lower <= found.upper < math.inf
     assert found.product >= 100 * found.upper
-    assert len(found.layers) == 2 * depth - 1
+    assert len(found.layers) == 39
 
 
 def test_certified_radii_hold_and_use_the_last_layer():
