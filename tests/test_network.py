@@ -43,6 +43,36 @@ def test_never_below_a_jacobian_norm(name):
     assert lower > 0
 
 
+class Mixing(nn.Module):
+    """Inputs of one batch know of each other."""
+
+    def forward(self, x):
+        return (x + x[:1]).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [
+        (nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 7)), 1.0),
+        (nn.Sequential(nn.Conv2d(2, 9, 3), nn.Tanh(), nn.Flatten()), 0.97),  # iterated
+        (Mixing(), 0.97),
+        (nn.Sequential(nn.Flatten(), nn.Linear(50, 1), Mixing()), 1.0),
+        (nn.Sequential(nn.ReLU(), nn.Threshold(1e9, 2.0), nn.Flatten()), 1.0),  # a constant
+    ],
+)
+def test_a_jacobians_norm_is_that_of_its_matrix(model, share):
+    model = model.double().eval()
+    inputs = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(0)).double()
+    norms = [
+        torch.linalg.matrix_norm(
+            torch.autograd.functional.jacobian(model, one[None]).reshape(-1, one.numel()), 2
+        )
+        for one in inputs
+    ]
+    found, truth = jacobian_norm(model, inputs), float(max(norms))
+    assert share * truth <= found <= truth * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_refusals_name_the_reason_and_what_is_still_bounded(name):
     build, shape, reason = UNBOUNDED[name]

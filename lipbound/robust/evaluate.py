@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.certificates import certify
+from lipbound.jacobian import norms_by_rows
 from lipbound.modes import in_eval
 from lipbound.network import Audit
 from lipbound.robust.attacks import Found, perturbation_norms
@@ -197,18 +198,8 @@ def _reported(
 
 def jacobian_norms(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:
     """The spectral norm of the logits' Jacobian at every image, exactly: one row per class."""
-    norms = []
     with in_eval(model):
-        for part in images.split(batch):
-            x = part.detach().requires_grad_()
-            with torch.enable_grad():
-                logits = model(x)
-                rows = [
-                    torch.autograd.grad(logits[:, k].sum(), x, retain_graph=True)[0].flatten(1)
-                    for k in range(logits.shape[1])
-                ]
-            norms.append(torch.linalg.matrix_norm(torch.stack(rows, 1).double(), 2))
-    return torch.cat(norms)
+        return torch.cat([norms_by_rows(model, part) for part in images.split(batch)])
 
 
 def paired(one: Sequence[bool] | Tensor, other: Sequence[bool] | Tensor) -> dict[str, float]:
