@@ -263,6 +263,7 @@ def layer_reports(
             reports.append(LayerReport(name, layer, _norm_bracket(layer), None))
         elif name in found:
             paper = None if isinstance(layer, nn.Linear) else float(bound(layer, "lipbound"))
+            options.keep(layer, found[name])
             reports.append(LayerReport(name, layer, found[name], paper))
     return tuple(reports)
 

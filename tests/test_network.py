@@ -12,10 +12,10 @@ from torch import nn
 from zoo import NETWORKS, OPERATIONS, UNBOUNDED, Run, conv
 
 import lipbound
-from lipbound import audit, register_rule
+from lipbound import audit, bracket, register_rule
 from lipbound.jacobian import jacobian_norm
 from lipbound.robust.models import ResNet
-from lipbound.rules import RULES
+from lipbound.rules import RULES, values
 
 
 def fitted(model: nn.Module) -> nn.Module:
@@ -41,6 +41,42 @@ def test_never_below_a_jacobian_norm(name):
     lower = jacobian_norm(model, inputs, iterations=20)
     assert lower <= found.upper * (1 + 1e-12)
     assert lower > 0
+
+
+class Strided(nn.Conv2d):
+    """A kernel with two geometries: its own, and with a stride after it."""
+
+    def forward(self, x):
+        return nn.functional.conv2d(super().forward(x).relu(), self.weight, stride=2, padding=1)
+
+
+def test_equal_layers_are_searched_once(monkeypatch):
+    searched, search = [], values.bracket
+    monkeypatch.setattr(
+        values, "bracket", lambda conv, rtol: searched.append(conv) or search(conv, rtol)
+    )
+    first, last = nn.Conv2d(2, 3, 3, padding=1), nn.Linear(3 * 16, 2)
+    folded = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3))
+    model = fitted(nn.Sequential(first, nn.ReLU(), folded, nn.ReLU(), nn.Flatten(), last))
+    found = audit(model, (2, 4, 4), search=0)
+    assert [tuple(conv.kernel.shape) for conv in searched] == [(3, 3, 3, 3)], "what was folded"
+    with torch.no_grad():
+        folded[0].weight *= (folded[1].weight / (folded[1].running_var + 1e-5).sqrt()).reshape(
+            -1, 1, 1, 1
+        )
+    assert found.upper == pytest.approx(
+        math.prod(search(layer).upper for layer in (first, folded[0], last))
+    )
+
+
+def test_a_kernel_of_two_geometries_is_searched_for_each():
+    layer = nn.Conv2d(2, 2, 3, padding=1, bias=False).double()
+    model = Strided(2, 2, 3, padding=1, bias=False).double()
+    model.weight = layer.weight
+    strided = bracket(layer.weight, stride=2).upper
+    both = audit(nn.Sequential(layer, nn.ReLU(), model), (2, 6, 6), search=0).upper
+    assert both == pytest.approx(bracket(layer).upper ** 2 * strided)
+    assert strided != pytest.approx(bracket(layer).upper)
 
 
 class Mixing(nn.Module):

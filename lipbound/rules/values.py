@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +18,30 @@ from lipbound.graph import Call, Reference
 
 @dataclass(frozen=True)
 class Options:
-    """How hard to work: the layers' bound, the width of brackets, whether to weight blocks."""
+    """How hard to work, and what has been done.
+
+    Attributes:
+        rtol: The width of brackets.
+        effort: Whether to weight blocks.
+        method: The layers' bound.
+        done: Intervals that were found, by what they are of.
+    """
 
     rtol: float = 1e-3
     effort: str = "normal"
     method: str = "spectral"
+    done: dict[tuple[Any, ...], Bracket] = field(default_factory=dict, compare=False, repr=False)
+
+    def keep(self, layer: Layer, found: Bracket) -> None:
+        """Spare an equal layer, met again in the graph, a second search."""
+        self.done[_identity(convolution(layer))] = found
+
+
+def _identity(conv: Convolution) -> tuple[Any, ...]:
+    """Equal for equal geometries and numbers, whatever type they are stored in."""
+    numbers = conv.kernel.detach().double().cpu().contiguous().numpy()
+    geometry = [getattr(conv, part.name) for part in fields(conv) if part.name != "kernel"]
+    return hashlib.blake2b(numbers.data).digest(), numbers.shape, *geometry
 
 
 def layer_bracket(layer: Layer, options: Options) -> Bracket:
@@ -30,6 +50,9 @@ def layer_bracket(layer: Layer, options: Options) -> Bracket:
     A matrix has one norm, whatever the method.
     """
     conv = convolution(layer)
+    known = options.done.get(_identity(conv))
+    if known is not None:
+        return known
     if options.method == "spectral" or conv.dims == 0:
         return bracket(conv, options.rtol)
     upper = float(bound(conv, options.method).detach())
