@@ -16,6 +16,7 @@ from lipbound.given import (
     check_numbers,
     check_plot,
     check_report,
+    check_source,
     data_set,
     input_shape_of,
     moved,
@@ -150,6 +151,7 @@ def audit(
     groups: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
 ) -> None:
     """Every layer's gain and the whole network's, certified."""
+    check_source(source)
     from lipbound.files import check_writable
     from lipbound.network import audit as run_audit
     from lipbound.network import audit_weights
@@ -322,11 +324,14 @@ def attack(
     plot: Annotated[Path | None, typer.Option(help="Draw the curves here, .svg or .png.")] = None,
 ) -> None:
     """Accuracy under attack, with intervals and doubts."""
+    from lipbound.files import append, check_file, check_writable
+
+    if not checkpoint.is_dir():  # a run's folder stands for its networks
+        check_file(checkpoint)
     import json
 
     import torch
 
-    from lipbound.files import append, check_writable
     from lipbound.report import attack_table, echo
     from lipbound.robust.assess import assess, networks
     from lipbound.robust.plan import Plan

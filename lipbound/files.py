@@ -98,6 +98,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+SAFE = {".safetensors"}
+PICKLED = {".pt", ".pth", ".bin", ".ckpt"}
+
+
+def check_file(path: Path) -> None:
+    """Whether there is such a file.
+
+    Raises:
+        ValueError: Saying what is there instead.
+    """
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if p.suffix in SAFE | PICKLED)
+        raise ValueError(
+            f"{str(path)!r} is a folder; name a file"
+            + (f" in it: {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}" if inside
+               else ", it holds no weights")
+        )  # fmt: skip
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+
+
 def check_writable(*paths: Path | None) -> None:
     """Refuse, before the work is done, what could not be written after it.
 

@@ -6,6 +6,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lipbound.files import PICKLED, SAFE, check_file
+
+
+def check_source(source: str) -> None:
+    """Whether a file that is named is there: known before PyTorch is imported to read it."""
+    path = Path(source)
+    if path.suffix in SAFE | PICKLED:
+        check_file(path)
+
 
 def check_plot(plot: Path | None) -> None:
     if plot is not None and plot.suffix not in (".svg", ".png"):
@@ -81,7 +90,7 @@ def network_or_weights(source: str, model: str | None) -> tuple[Any, tuple[int, 
     if known is not None:
         return known, _usual(source), f"{source}, random weights"
     path = Path(source)
-    if path.suffix not in sources.SAFE | sources.PICKLED and not path.exists():
+    if path.suffix not in SAFE | PICKLED and not path.exists():
         raise ValueError(
             f"cannot audit {source!r}: it is no weights file and no model this package knows; "
             f"try 'demo', a .safetensors or .pt file, resnet20, torchvision:NAME or timm:NAME"

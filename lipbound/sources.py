@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SAFE = {".safetensors"}
-PICKLED = {".pt", ".pth", ".bin", ".ckpt"}
+from lipbound.files import PICKLED, SAFE, check_file
+
 ROOM, MOST = 1 << 28, 16  # bytes that tensors may take whatever the file's size, and times that
 
 
@@ -30,8 +30,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: Saying what is wrong with the file.
     """
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
+    check_file(path)
     if path.stat().st_size == 0:
         raise ValueError(f"{str(path)!r} is empty")
     if path.suffix in SAFE:

@@ -175,10 +175,12 @@ def test_hostile_and_broken_files(monkeypatch, capsys, tmp_path):
         assert (code, err.count("\n")) == (2, 1), path.name
         assert "Traceback" not in err
     assert not trace.exists(), "nothing from a file is executed"
-    assert (
-        "conv.weight: the kernel"
-        in run(monkeypatch, capsys, "audit", str(files["nan.safetensors"]))[2]
-    )
+    for path, said in (
+        (files["nan.safetensors"], "conv.weight: the kernel"),
+        (tmp_path, "is a folder; name a file in it: cut.safetensors, empty.pt, "),
+        (tmp_path / "missing.pt", "there is no file"),
+    ):
+        assert said in run(monkeypatch, capsys, "audit", str(path))[2]
 
 
 def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, tmp_path):

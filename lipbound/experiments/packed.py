@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lipbound.files import check_file
 from lipbound.robust.data import DATA, Data, in_memory
 from lipbound.robust.parsers import LARGEST
 from lipbound.robust.streamed import FORMATS, decoded
@@ -28,8 +29,7 @@ def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     Raises:
         ValueError: If the file is damaged, or grows to more than a data set has.
     """
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
+    check_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())

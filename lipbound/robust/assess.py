@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipbound.files import check_file
 from lipbound.network import audit
 from lipbound.records import provenance
 from lipbound.robust.evaluate import evaluate
@@ -23,10 +24,10 @@ def networks(path: Path) -> list[Trained]:
     Raises:
         ValueError: If there is none.
     """
-    if not path.exists():
-        raise ValueError(f"there is no file {str(path)!r}")
     files = [path]
-    if path.is_dir():
+    if not path.is_dir():
+        check_file(path)
+    else:
         files = [f for f in (path / "best.safetensors", path / "final.safetensors") if f.is_file()]
         if not files:
             raise ValueError(f"{str(path)!r} holds no best.safetensors and no final.safetensors")
