@@ -109,6 +109,33 @@ def test_high_effort_is_lower_and_still_above_the_jacobian(monkeypatch):
     assert high.features * float(torch.linalg.matrix_norm(high.head, 2)) <= high.upper * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("powers", [1, 3, 7])
+def test_schatten_norms_and_their_gradients(powers):
+    draw = torch.Generator().manual_seed(powers)
+    root = torch.randn(3, 4, 6, dtype=torch.complex128, generator=draw).requires_grad_()
+
+    def norm(root):
+        return blocks.LogSchatten.apply(root @ root.mH, powers)
+
+    values = torch.linalg.eigvalsh(root @ root.mH)
+    plain = (values**2**powers).sum().log() / 2**powers
+    torch.testing.assert_close(norm(root), plain)
+    assert torch.autograd.gradcheck(norm, root)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("shape", [(3, 5, 3, 3), (5, 3, 4), (4, 4)])
+def test_the_estimate_is_that_of_the_symbols_norms(shape, size):
+    draw = torch.Generator().manual_seed(0)
+    kernel = size * torch.randn(shape, dtype=torch.float64, generator=draw)
+    counts = (7,) * (len(shape) - 2)
+    frequencies = radians(grid(counts, half=True), counts)
+    values = torch.linalg.svdvals(evaluate(kernel[None], frequencies)[0])
+    largest = values.max()
+    plain = largest.log() + ((values / largest) ** 64).sum().log() / 64
+    torch.testing.assert_close(blocks._estimate(kernel, 7, 5), plain, rtol=0, atol=1e-5)
+
+
 def test_other_networks_say_that_nothing_was_gained():
     build, shape = NETWORKS["plain"]
     found = audit(build(), shape, search=0, effort="high")
