@@ -200,7 +200,7 @@ COMMANDS = {
     "bench": ["bench", "--network", "squeezenet1_1", "--device", "cpu", "--out", "{}/x.jsonl"],
     "plot": ["bench", "--network", "squeezenet1_1", "--device", "cpu", "--plot", "{}/x.svg"],
     "audit": ["audit", "demo", "--html", "{}/x.html"],
-    "attack": ["attack", "runs/none", "--out", "{}/x.jsonl"],
+    "attack": ["attack", ".", "--out", "{}/x.jsonl"],
     "reproduce": ["reproduce", "fig2", "--tiny", "--out", "{}/x"],
 }
 
