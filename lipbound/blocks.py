@@ -344,6 +344,11 @@ def _diagonals(matrices: Tensor) -> Tensor:
     return matrices.diagonal(dim1=-2, dim2=-1).real
 
 
+def _positive(number: Tensor) -> Tensor:
+    """Itself, or 1 for the zero of a layer that is zero."""
+    return number.where(number > 0, 1)
+
+
 class LogSchatten(torch.autograd.Function):
     """log Σ tr(G^q) / q with q = 2^powers, over Hermitian G ≥ 0, by squaring.
 
@@ -354,13 +359,13 @@ class LogSchatten(torch.autograd.Function):
     def forward(ctx: Any, matrices: Tensor, powers: int) -> Tensor:
         log, kept, scales = 0.0, [], []
         for power in range(powers):
-            scale = _diagonals(matrices).amax().clamp_min(1e-30)  # nothing is larger
+            scale = _positive(_diagonals(matrices).amax())  # no entry is larger
             matrices = matrices / scale
             kept.append(matrices)
             scales.append(scale)
             log = log + scale.double().log() / 2**power
             matrices = matrices @ matrices
-        total = _diagonals(matrices).sum()
+        total = _positive(_diagonals(matrices).sum())
         ctx.save_for_backward(total, *kept, *scales)
         return log + total.double().log() / 2**powers
 

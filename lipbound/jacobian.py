@@ -17,21 +17,22 @@ def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: 
 
     Exact for few outputs; for more, the largest ‖Jv‖, ‖v‖ = 1, that power iteration finds. Either
     is a lower bound on the network's Lipschitz constant, up to the rounding of the network itself.
-    Inputs that do not know of each other go through together.
+    Inputs that do not know of each other go through together, to find the one that counts: its
+    norm is taken alone, so that no company can add to it.
     """
     inputs = inputs.detach()
     with torch.no_grad():
-        outputs = _outputs(model, inputs)
-        together = len(inputs) == 1 or _independent(model, inputs, outputs)
-    if not together:
-        return max(jacobian_norm(model, one[None], iterations, seed) for one in inputs)
+        few = sum(t.numel() for t in _outputs(model, inputs[:1])) <= ROWS
+        together = len(inputs) > 1 and _independent(model, inputs)
 
     def run(x: Tensor) -> Tensor:
         return torch.cat([t.reshape(len(x), -1) for t in _outputs(model, x)], 1)
 
-    if sum(t.numel() for t in outputs) <= ROWS * len(inputs):
-        return float(norms_by_rows(run, inputs).max())
-    return float(_iterated(run, inputs, iterations, seed).max())
+    def norms(some: Tensor) -> Tensor:
+        return norms_by_rows(run, some) if few else _iterated(run, some, iterations, seed)
+
+    chosen = inputs[norms(inputs).argmax()][None] if together else inputs
+    return float(torch.cat([norms(one[None]) for one in chosen]).max())
 
 
 def norms_by_rows(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
@@ -86,8 +87,9 @@ def _outputs(model: nn.Module, inputs: Tensor) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _independent(model: nn.Module, inputs: Tensor, outputs: list[Tensor]) -> bool:
-    """Whether every input alone gives what it gives in company, but for rounding."""
+def _independent(model: nn.Module, inputs: Tensor) -> bool:
+    """Whether every input alone gives about what it gives in company."""
+    outputs = _outputs(model, inputs)
     if any(t.ndim == 0 or len(t) != len(inputs) for t in outputs):
         return False
     for place, one in enumerate(inputs):

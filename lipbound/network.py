@@ -171,6 +171,9 @@ def audit(
         except NotCaptured as error:
             why = f"layers only: {error}"
             return Audit(layers, math.inf, 0.0, why, (), product, shape, note=note)
+        for report in layers:
+            if not isinstance(report.layer, _BatchNorm):
+                options.keep(report.layer, report.bracket)
         found = compose(graph, options, progress)
         note = "; ".join(part for part in (found.note, note) if part)
         found = replace(found, layers=layers, product=product, input_shape=shape, note=note)
@@ -263,7 +266,6 @@ def layer_reports(
             reports.append(LayerReport(name, layer, _norm_bracket(layer), None))
         elif name in found:
             paper = None if isinstance(layer, nn.Linear) else float(bound(layer, "lipbound"))
-            options.keep(layer, found[name])
             reports.append(LayerReport(name, layer, found[name], paper))
     return tuple(reports)
 

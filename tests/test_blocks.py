@@ -109,6 +109,15 @@ def test_high_effort_is_lower_and_still_above_the_jacobian(monkeypatch):
     assert high.features * float(torch.linalg.matrix_norm(high.head, 2)) <= high.upper * (1 + 1e-9)
 
 
+def test_high_effort_on_a_network_that_is_zero(monkeypatch):
+    monkeypatch.setattr("lipbound.network.optimised", partial(blocks.optimised, steps=2))
+    model = fitted(ResNet(8))
+    nn.init.zeros_(model.conv1.weight)
+    found = audit(model, (3, 8, 8), effort="high", search=0)
+    assert "3 residual blocks" in found.note
+    assert 0 <= found.upper < 1e-300
+
+
 @pytest.mark.parametrize("powers", [1, 3, 7])
 def test_schatten_norms_and_their_gradients(powers):
     draw = torch.Generator().manual_seed(powers)

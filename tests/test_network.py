@@ -82,8 +82,12 @@ def test_a_kernel_of_two_geometries_is_searched_for_each():
 class Mixing(nn.Module):
     """Inputs of one batch know of each other."""
 
+    def __init__(self, share=1.0):
+        super().__init__()
+        self.share = share
+
     def forward(self, x):
-        return (x + x[:1]).flatten(1)
+        return (x + self.share * x[:1]).flatten(1)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,7 @@ class Mixing(nn.Module):
         (nn.Sequential(nn.Conv2d(2, 9, 3), nn.Tanh(), nn.Flatten()), 0.97),  # iterated
         (Mixing(), 0.97),
         (nn.Sequential(nn.Flatten(), nn.Linear(50, 1), Mixing()), 1.0),
+        (nn.Sequential(nn.Flatten(), nn.Linear(50, 1), Mixing(0.002)), 1.0),  # hardly seen
         (nn.Sequential(nn.ReLU(), nn.Threshold(1e9, 2.0), nn.Flatten()), 1.0),  # a constant
     ],
 )
