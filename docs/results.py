@@ -36,7 +36,7 @@ def summary() -> str:
 - **Tight on whole layers**: upper end over σ1 of trained layers at most {layers["finite"]["most"]:.4f} at the input size and
   {layers["bracket"]["most"]:.4f} over all sizes; LipBound {layers["lipbound"]["ratio"]:.2f} on average (Table 1).
 - **Cheap**: on an H200 LipBound's value and gradient take at most one fused SGD step on {within_a_step(speed)} of {len(speed)} networks.
-{robustness(table2.by_tier(cells_of("table2")))}
+{robustness(table2.by_tier(cells_of("table2")), cells_of("table3"))}
 """
 
 

@@ -163,7 +163,9 @@ def peak(cell: dict[str, Any]) -> float | None:
 Pair = tuple[str, str]
 
 
-def against(cells: list[dict[str, Any]]) -> dict[Pair, dict[str, dict[str, Any]]]:
+def against(
+    cells: list[dict[str, Any]], columns: dict[str, Entry] = COLUMNS
+) -> dict[Pair, dict[str, dict[str, Any]]]:
     """Arm and reference → column → difference of their final networks, where both were attacked.
 
     The reference is ``at``, and every other arm of plain adversarial training whose own changes
@@ -188,7 +190,7 @@ def against(cells: list[dict[str, Any]]) -> dict[Pair, dict[str, dict[str, Any]]
         if label == other or plain(groups[label][0]):
             continue
         both = groups[label], groups.get(other, []), "final"
-        gaps = {name: difference(*both, entry) for name, entry in COLUMNS.items()}
+        gaps = {name: difference(*both, entry) for name, entry in columns.items()}
         gaps |= {name: whole_difference(*both, name) for name in WHOLE}
         known = {name: gap for name, gap in gaps.items() if gap is not None}
         if known:
