@@ -406,7 +406,7 @@ def reproduce(
     from lipbound.experiments import reproduce as steps
     from lipbound.experiments.request import Request
     from lipbound.files import check_writable
-    from lipbound.report import echo
+    from lipbound.report import TrainingView, echo
 
     check_numbers(minutes=minutes)
     names = list(steps.EXPERIMENTS) if name == "all" else [name]
@@ -415,10 +415,15 @@ def reproduce(
             raise ValueError(f"unknown {each!r}; there are {', '.join(steps.EXPERIMENTS)}, all")
     request = Request(
         tiny, tuple(weights or ()), out, folder, tier, tuple(only or ()), minutes, device,
-        lambda text: typer.echo(text, err=True),
+        lambda text: typer.echo(text, err=True), TrainingView,
     )  # fmt: skip
-    if weights and not {"fig1", "table1"} & set(names):
-        raise ValueError(f"{name} takes no --weights; fig1 and table1 do")
+    for option, value in (
+        ("weights", weights), ("folder", folder), ("tier", tier), ("only", only),
+        ("minutes", minutes), ("device", device),
+    ):  # fmt: skip
+        takers = steps.TAKES[option]
+        if value and not {*takers} & {*names}:
+            raise ValueError(f"{name} takes no --{option}; {', '.join(takers)} do")
     check_report(out)
     check_writable(*(out / f"{each}.json" for each in names))
     for each in names:

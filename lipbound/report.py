@@ -177,7 +177,7 @@ class TrainingView:
                     self.board.add_scalar(name, value, record["step"])
 
     def say(self, text: str) -> None:
-        self.console.print(escape(f"lipbound: {text}"), style="yellow", soft_wrap=True)
+        self.console.print(f"[yellow]{escape(f'lipbound: {text}')}[/]", soft_wrap=True)
 
 
 def training_table(summaries: Sequence[Record], console: Screen | None = None) -> None:

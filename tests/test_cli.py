@@ -94,7 +94,9 @@ def test_an_input_the_model_does_not_take(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["fig2", "--weights", "x.pt"], "fig2 takes no --weights; fig1 and table1 do"),
+        (["fig2", "--weights", "x.pt"], "fig2 takes no --weights; fig1, table1 do"),
+        (["table3", "--tier", "A"], "table3 takes no --tier; table2, fig3 do"),
+        (["fig1", "--minutes", "5"], "fig1 takes no --minutes; table2, fig3, table3 do"),
         (["table2", "--only", "at+lpreg"], "no tier has 'at+lpreg'; there are at,"),
         (["table2", "--tier", "O", "--only", "baseline"], "tier O has no 'baseline'"),
     ],

@@ -48,8 +48,10 @@ def test_an_unknown_network_is_named():
 
 
 def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
-    code, out, _ = run(monkeypatch, capsys, "reproduce", "all", "--tiny", "--out", str(tmp_path))
+    code, out, err = run(monkeypatch, capsys, "reproduce", "all", "--tiny", "--out", str(tmp_path))
     assert code == 0
+    for label in table2.TINY.arms:
+        assert f"\n{label}  epoch 1  loss " in err, "a training is seen"
     for name, module in EXPERIMENTS.items():
         record = json.loads((tmp_path / f"{name}.json").read_text())
         assert report(record) in out, "the report is made from the record alone"

@@ -223,10 +223,12 @@ def test_one_of_two_dies(tmp_path):
 @pytest.mark.parametrize("ignored", [True, False])
 def test_a_background_job_that_ignores_an_interruption_goes_on_ignoring_it(ignored):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    heard: list[str] = []
     try:
-        with _signals() as stop:
+        with _signals(heard.append) as stop:
             signal.raise_signal(signal.SIGINT)
         assert stop == ([] if ignored else ["interrupted"])
+        assert heard == ([] if ignored else ["stopping after this step; asked again, at once"])
     finally:
         signal.signal(signal.SIGINT, before)
 

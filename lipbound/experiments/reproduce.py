@@ -32,6 +32,12 @@ EXPERIMENTS: dict[str, Any] = {
     "table3": table3,
 }  # fmt: skip
 """Name → module."""
+TRAININGS = ("table2", "fig3", "table3")
+TAKES = {
+    "weights": ("fig1", "table1"), "tier": ("table2", "fig3"),
+    **dict.fromkeys(("folder", "only", "minutes", "device"), TRAININGS),
+}  # fmt: skip
+"""What is asked for → names that heed it."""
 
 
 def run(name: str, request: Request) -> dict[str, Any]:

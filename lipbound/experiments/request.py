@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+
+from lipbound.robust.run import Watcher
+
+Watch = Callable[[str], AbstractContextManager[Watcher | None]]
+
+
+def unseen(title: str) -> AbstractContextManager[None]:
+    """Show nothing."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,7 @@ class Request:
         minutes: After which no training goes on.
         device: ``cpu`` or ``cuda``; the GPU if there is one.
         say: Is told what is being done.
+        watch: Shows a training of that name.
     """
 
     tiny: bool = False
@@ -32,3 +43,4 @@ class Request:
     minutes: float | None = None
     device: str | None = None
     say: Callable[[str], None] = lambda _: None
+    watch: Watch = unseen

@@ -176,6 +176,7 @@ def compute(request: Request) -> dict[str, Any]:
             cells += work(
                 name, chosen[name], request.out / "table2", folder=request.folder,
                 device=request.device, minutes=left, only=only, say=request.say,
+                watch=request.watch,
             )  # fmt: skip
     return {"cells": cells}
 

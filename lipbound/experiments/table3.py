@@ -66,7 +66,7 @@ def compute(request: Request) -> dict[str, Any]:
     cells = work(
         "tiny" if request.tiny else "imagenette", TINY if request.tiny else TIER,
         request.out / "table3", folder=request.folder, device=request.device,
-        minutes=request.minutes, only=request.only, say=request.say,
+        minutes=request.minutes, only=request.only, say=request.say, watch=request.watch,
     )  # fmt: skip
     return {"cells": cells}
 

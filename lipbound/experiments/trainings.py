@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor
 
 import lipbound.experiments.packed  # noqa: F401  adds its data sets
+from lipbound.experiments.request import Watch, unseen
 from lipbound.records import append, provenance, read
 from lipbound.robust.assess import assess, networks
 from lipbound.robust.data import DATA, Data
 from lipbound.robust.folder import lock
 from lipbound.robust.plan import Plan
+from lipbound.robust.run import Watcher
 from lipbound.robust.settings import Settings, as_dict, filled, settings
 from lipbound.robust.train import train
 from lipbound.robust.trained import Trained
@@ -89,6 +92,7 @@ def work(
     minutes: float | None = None,
     only: tuple[str, ...] = (),
     say: Say = lambda _: None,
+    watch: Watch = unseen,
 ) -> list[dict[str, Any]]:
     """Do the cells that are missing, as far as the time goes; the records of all that are done.
 
@@ -101,6 +105,7 @@ def work(
         minutes: After which no training goes on; no end without it.
         only: Labels, if not all.
         say: Is told what is being done.
+        watch: Shows a training of that name.
 
     Raises:
         ValueError: Naming an arm the tier does not have.
@@ -140,7 +145,8 @@ def work(
             continue
         # All cells share what is compiled for the first: steps, checks, attacks.
         with claim, torch._dynamo.config.patch(recompile_limit=64):
-            record = cell(tier, chosen, data, where, device, left, say, attacked)
+            shown = partial(watch, label)
+            record = cell(tier, chosen, data, where, device, left, say, shown, attacked)
             if record is None:
                 break
             append(path, {"tier": name, "label": label, "seed": seed, **record})
@@ -174,7 +180,7 @@ class Stages:
 
 def cell(
     tier: Tier, chosen: Settings, data: Data, where: Path, device: str, left: float | None,
-    say: Say, attacked: bool = True,
+    say: Say, shown: Callable[[], AbstractContextManager[Watcher | None]], attacked: bool = True,
 ) -> dict[str, Any] | None:  # fmt: skip
     """One training and the attacks on what came of it; nothing if the time was too short.
 
@@ -185,7 +191,10 @@ def cell(
     """
     say = stages = Stages(say)
     start = time.perf_counter()
-    summary = train(chosen, data, where, resume=True, device=device, time_limit=left)
+    with shown() as watcher:
+        summary = train(
+            chosen, data, where, resume=True, device=device, time_limit=left, watcher=watcher
+        )
     if summary["stopped"]:
         say(f"stopped ({summary['stopped']}); the same command goes on from there")
         if summary["stopped"] != "time limit":

@@ -6,7 +6,8 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,15 @@ def _trained(
     save_every: int,
     watcher: Watcher | None,
 ) -> dict[str, Any]:
-    with _signals() as stop, contextlib.ExitStack() as opened:
+    tell = partial(_say, watcher, who)
+    with _signals(tell) as stop, contextlib.ExitStack() as opened:
         run = Run(chosen, data, who, stop)  # what cannot be built leaves no folder behind
         folder = opened.enter_context(RunFolder(out, who.first))
         state = folder.open(as_dict(chosen), resume)
         if state is not None:
             run.load(*state[:2])
             for said in state[2]:
-                _say(watcher, who, f"{said}; going on from step {run.step}")
+                tell(f"{said}; going on from step {run.step}")
         done = folder.finished()
         if done is not None and run.step == run.steps:
             return done
@@ -112,7 +114,7 @@ def _trained(
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[str]]:
+def _signals(tell: Callable[[str], None]) -> Iterator[list[str]]:
     """A list that gets the reason when the process is asked to stop; a second time it stops now."""
     stop: list[str] = []
     if threading.current_thread() is not threading.main_thread():
@@ -123,6 +125,8 @@ def _signals() -> Iterator[list[str]]:
         if stop:
             raise KeyboardInterrupt
         stop.append("interrupted" if number == signal.SIGINT else "terminated")
+        with contextlib.suppress(RuntimeError):  # if it came while something was being written
+            tell("stopping after this step; asked again, at once")
 
     heard = [  # a background job may be told to ignore them
         kind
