@@ -424,6 +424,10 @@ def reproduce(
         takers = steps.TAKES[option]
         if value and not {*takers} & {*names}:
             raise ValueError(f"{name} takes no --{option}; {', '.join(takers)} do")
+    wanted = [each for each in names if each in steps.TRAININGS]
+    if wanted and folder is None and not tiny:  # before the others are computed
+        images = steps.EXPERIMENTS[wanted[0]].ON
+        raise ValueError(f"{wanted[0]} needs --folder, one with {images}; --tiny needs none")
     check_report(out)
     check_writable(*(out / f"{each}.json" for each in names))
     for each in names:
