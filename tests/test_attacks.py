@@ -346,6 +346,11 @@ def test_an_honest_network_raises_no_doubt(trained):
     curve = list(found["pgd"]["against_iterations"].values())
     assert curve == sorted(curve, reverse=True)
     assert curve[0] <= found["clean"]["accuracy"]
+    curve = found["against_steps"]
+    assert list(curve) == ["3", "10", "30", "120"]
+    for radius in ("0.6", "0.8"):
+        assert curve["120"][radius] == found["cw"][radius]["accuracy"]
+        assert curve["3"][radius] > curve["120"][radius]
     shares = [c["accuracy"] for c in found["certified"].values()]
     assert shares == sorted(shares, reverse=True)
     json.dumps(found)

@@ -1,4 +1,4 @@
-"""Figure 3: Jacobian norms of the trained networks, and accuracy against PGD's iterations.
+"""Figure 3: Jacobian norms of the trained networks, and accuracy against an attack's length.
 
 Made from the trainings of ``table2``; it has no computation of its own.
 """
@@ -39,6 +39,7 @@ def from_cells(cells: list[dict[str, Any]]) -> dict[str, Any]:
                 "clean": found["clean"]["accuracy"],
                 "norms": found["jacobian_norms"]["all"],
                 "against_iterations": found["pgd"]["against_iterations"],
+                "against_steps": found.get("against_steps"),
                 "plain": plain(cell),
                 "wrong_by": SLACK[found["plan"]["precision"]] if old(found) else None,
             }
@@ -74,14 +75,26 @@ def report(record: dict[str, Any]) -> str:
         if said
         else ""
     )
+    known = [
+        f"{', '.join(own)} of tier {tier}"
+        for tier, arms in record["tiers"].items()
+        if (own := _stepped(arms))
+    ]
+    drawn = (
+        "Carlini & Wagner's attack against the steps of a search is drawn for networks attacked "
+        f"since it has been recorded: {'; '.join(known)}."
+        if known
+        else "Carlini & Wagner's attack against its steps, the paper's other panel, is not drawn: "
+        "it is recorded of no network here."
+    )
     return f"""## Figure 3: Jacobian norms, and accuracy against iterations
 
 ![Jacobian norms and accuracy against PGD iterations](fig3.svg)
 
 Final networks of the first seed; PGD with one restart; networks trained without attacks fall out of
-the curves' range. The paper's panel of Carlini & Wagner's attack against iterations is not drawn;
-its mean norms are from its first author's thesis. Curves are the search's own count, from its
-random start on, before its images are looked at again in float32.{late}
+the curves' range. {drawn}
+The paper's mean norms are from its first author's thesis. Curves of PGD are the search's own count,
+from its random start on, before its images are looked at again in float32.{late}
 
 {table([*heads, "at the end"], rows)}
 """
@@ -89,39 +102,79 @@ random start on, before its images are looked at again in float32.{late}
 
 def figure(record: dict[str, Any], pyplot: Any) -> Any:
     tiers = table2.without_pilots(record["tiers"])
-    count = max(1, len(tiers))
+    rows, columns = max(1, len(tiers)), 3 if any(map(_stepped, tiers.values())) else 2
     made, axes = pyplot.subplots(
-        count, 2, figsize=(9.8, 3.2 * count), layout="constrained", squeeze=False
+        rows, columns, figsize=(4.9 * columns, 3.2 * rows), layout="constrained", squeeze=False
     )
     colors = colors_of(label for arms in tiers.values() for label in arms)
-    for (left, right), (tier, arms) in zip(axes, tiers.items(), strict=False):
-        for label, found in arms.items():
-            color = colors[label]
-            norms = sorted(found["norms"])
-            share = [(i + 1) / len(norms) for i in range(len(norms))]
-            left.step(norms, share, color=color, label=label)
-            curve = found["against_iterations"]
-            steps = [int(n) for n in curve]
-            right.plot(steps, [100 * v for v in curve.values()], marker="o", ms=3, color=color)
-        left.set_xscale("log")
-        left.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
-        left.xaxis.set_major_formatter("{x:g}")
-        left.xaxis.set_minor_formatter("")
-        left.set_xlabel("Jacobian norm")
-        left.set_ylabel("share of images below")
+    for (left, right, *third), (tier, arms) in zip(axes, tiers.items(), strict=False):
         left.set_title(f"tier {tier}, first seed", loc="left")
-        right.legend(
+        _draw_norms(left, arms, colors)
+        _draw_iterations(right, arms, colors)
+        for axis in third:
+            if _stepped(arms):
+                _draw_steps(axis, _stepped(arms), colors)
+            else:
+                axis.axis("off")
+        last = (left, right, *third)[-1]
+        last.legend(
             *left.get_legend_handles_labels(), frameon=False, fontsize=8, loc="center left",
             bbox_to_anchor=(1, 0.5),
         )  # fmt: skip
-        right.set_xscale("symlog")
-        right.set_xticks([0, 1, 10, 100], labels=["0", "1", "10", "100"])
-        shown = [100 * v for label, found in arms.items() if not found.get("plain")
-                 for v in found["against_iterations"].values()]  # fmt: skip
-        if shown:
-            right.set_ylim(min(shown) - 3, max(shown) + 3)
-        right.set_xlabel("PGD iterations")
-        right.set_ylabel("accuracy, %")
-        for axis in (left, right):
+        for axis in (left, right, *third):
             tidy(axis)
     return made
+
+
+Arms = dict[str, dict[str, Any]]
+
+
+def _stepped(arms: Arms) -> Arms:
+    """Those of which the record has Carlini & Wagner's attack with fewer steps."""
+    return {
+        label: found
+        for label, found in arms.items()
+        if found.get("against_steps") and not found["plain"]
+    }
+
+
+def _draw_norms(axis: Any, arms: Arms, colors: dict[str, str]) -> None:
+    for label, found in arms.items():
+        norms = sorted(found["norms"])
+        share = [(i + 1) / len(norms) for i in range(len(norms))]
+        axis.step(norms, share, color=colors[label], label=label)
+    axis.set_xscale("log")
+    axis.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
+    axis.set_xlabel("Jacobian norm")
+    axis.set_ylabel("share of images below")
+
+
+def _draw_iterations(axis: Any, arms: Arms, colors: dict[str, str]) -> None:
+    shown: list[float] = []
+    for label, found in arms.items():
+        curve = {int(n): 100 * share for n, share in found["against_iterations"].items()}
+        axis.plot([*curve], [*curve.values()], marker="o", ms=3, color=colors[label])
+        shown += [] if found.get("plain") else curve.values()
+    axis.set_xscale("symlog")
+    axis.set_xticks([0, 1, 10, 100], labels=["0", "1", "10", "100"])
+    if shown:
+        axis.set_ylim(min(shown) - 3, max(shown) + 3)
+    axis.set_xlabel("PGD iterations")
+    axis.set_ylabel("accuracy, %")
+
+
+def _draw_steps(axis: Any, arms: Arms, colors: dict[str, str]) -> None:
+    first = next(iter(arms.values()))["against_steps"]
+    radii = [*first[min(first)]]
+    for label, found in arms.items():
+        for radius, style in zip(radii, ("-", "--", ":"), strict=False):
+            curve = {int(n): 100 * at[radius] for n, at in found["against_steps"].items()}
+            axis.plot([*curve], [*curve.values()], style, marker="o", ms=3, color=colors[label])
+    axis.set_xscale("log")
+    axis.set_xticks([int(n) for n in first], labels=[*first])
+    axis.xaxis.set_minor_formatter("")
+    dashed = "".join(f", dashed {radius}" for radius in radii[1:2])
+    axis.set_xlabel(f"Carlini & Wagner: steps a search; radius {radii[0]}{dashed}")
+    axis.set_ylabel("accuracy, %")

@@ -52,7 +52,7 @@ class Tier:
         preset: A name in ``PRESETS``.
         also: Further radii for PGD.
         pilot: Whether it is done only when it is asked for.
-        doubts: Whether the first seed's final network is looked at for doubts, and other radii.
+        doubts: Whether the first seed's final network is looked at for doubts.
         tried: Labels that are there to choose among by images held out: they are not attacked.
     """
 
@@ -209,10 +209,11 @@ def cell(
         kind = network.path.stem
         say(f"{kind}:")
         look = partial(_looked_at, network, where / "assessed.jsonl", torch.device(device), say)
-        closer = attacked and tier.doubts and chosen.seed == 0 and kind == "final"
+        closer = attacked and chosen.seed == 0 and kind == "final"
         found[kind] = look(
-            images, plan, jacobians=tier.jacobians, certify=True, curves=closer, doubts=closer
-        )
+            images, plan, jacobians=tier.jacobians, certify=True, curves=closer,
+            doubts=closer and tier.doubts,
+        )  # fmt: skip
         if not attacked:
             continue
         found[kind]["also"] = {

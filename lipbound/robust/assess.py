@@ -57,7 +57,7 @@ def assess(
         device: Where.
         certify: Whether to audit the network, for certified accuracies.
         jacobians: At how many images to measure the Jacobian's norm.
-        curves: Whether to attack at other radii too.
+        curves: Whether to attack at other radii and with fewer steps too.
         doubts: Whether to look for signs of a weak attack.
         progress: Is told what is being done.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ def evaluate(
         plan: What to try.
         audit: Of the model, for certified accuracies.
         jacobians: At how many images to measure the Jacobian's norm.
-        curves: Whether to attack at other radii too, if PGD is in the plan.
+        curves: Whether to attack at other radii too, if PGD is in the plan, and with fewer steps,
+            if Carlini & Wagner's attack is.
         doubts: Whether to look for signs of a weak attack.
         surrogate: Another network for the same images; its adversarial images should not break
             this one better than its own do.
@@ -93,7 +95,8 @@ def evaluate(
 
     Returns:
         A record: the ``precision`` that was searched in, ``clean``, every attack's ``accuracy`` and
-        ``interval`` (PGD also against the number of iterations), ``certified``,
+        ``interval`` (PGD's also against the number of iterations, Carlini & Wagner's against
+        that of steps), ``certified``,
         ``jacobian_norms``, ``doubts`` (sentences; empty is good) and what the doubts rest on.
 
     Raises:
@@ -120,6 +123,9 @@ def evaluate(
                 for r in (share * plan.radius for share in SHARES)
                 if plan.ball != "linf" or r <= 1
             }
+        if "cw" in found and curves:
+            progress("steps")
+            record["against_steps"] = _against_steps(ready, images, labels, ~right, record["cw"])
         if audit is not None:
             radii = torch.cat([certify(part, audit) for part in logits.split(plan.batch)])
             record["certified"] = {
@@ -163,6 +169,23 @@ def _broken_at(
     few = {"iterations": min(on.plan.iterations, 50), "restarts": 1, "loss": "cross-entropy"}
     found = strongest(on, images, labels, radius, **few)
     return valid(found, images, labels, mistakes, on.model, on.plan.ball, radius, on.plan.batch)
+
+
+STEPS = (3, 10, 30)  # of Carlini & Wagner's searches, for a curve
+
+
+def _against_steps(
+    on: Engine, images: Tensor, labels: Tensor, mistakes: Tensor, whole: dict[str, Any]
+) -> dict[str, dict[str, float]]:
+    """Carlini & Wagner's attack: steps of a search → radius → accuracy."""
+    curve = {}
+    for steps in (few for few in STEPS if few < on.plan.search_steps):
+        plan = replace(on.plan, search_steps=steps)
+        found = ATTACKS["cw"](replace(on, plan=plan), images, labels)
+        curve[steps] = _reported("cw", found, images, labels, mistakes, on.model, plan)
+    curve[on.plan.search_steps] = whole
+    radii = [f"{radius:g}" for radius in sorted(on.plan.radii)]
+    return {str(m): {r: found[r]["accuracy"] for r in radii} for m, found in curve.items()}
 
 
 QUANTILES = [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
