@@ -32,7 +32,8 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
 
     Raises:
         ValueError: If the logits are not ``(batch, classes)`` with at least two classes, or with
-            others than the audited network has.
+            others than the audited network has; if the inputs are of another size than the audit's,
+            or change each other's answers.
 
     Example:
         >>> model = nn.Linear(2, 2, bias=False)
@@ -41,15 +42,26 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         >>> certify(model, audit(model, (2,)), torch.tensor([[3.0, 1.0]]))  # √2 from the diagonal
         tensor([1.4142], dtype=torch.float64)
     """
+    alone = None
     if isinstance(source, nn.Module):
         if inputs is None:
             raise ValueError("certify(model, audit) needs the inputs; or pass the logits")
+        if audit.input_shape is not None and tuple(inputs.shape[1:]) != audit.input_shape:
+            raise ValueError(
+                f"the inputs are {tuple(inputs.shape[1:])} each, the audit is of "
+                f"{audit.input_shape}; audit the network at their size"
+            )
         with in_eval(source):
-            source = source(inputs)
+            alone, source = source(inputs[:1].clone()), source(inputs.clone())
     if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[1] < 2:
         shape = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
         raise ValueError(f"logits must be (batch, classes) with two classes or more, got {shape}")
     logits = source.double()
+    if alone is not None and (alone[0] - source[0]).norm() > 0.01 * source[0].norm():
+        raise ValueError(
+            f"the network answers {len(source)} inputs together otherwise than each alone, as it "
+            f"was audited; pass them one by one"
+        )
     gaps = logits.amax(1, keepdim=True) - logits  # (batch, classes)
     best = logits.argmax(1)
     gains = _pair_gains(audit, logits.shape[1]).to(logits.device)[best]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.energy import energy_maxima
-from lipbound.geometry import Convolution, Layer, convolution
+from lipbound.geometry import Convolution, Layer, convolution, weight_of
 from lipbound.methods import call
 from lipbound.symbols import evaluate, grid, radians
 from lipbound.toeplitz import adjoint, apply
@@ -60,7 +60,7 @@ class PowerIteration:
         if not isinstance(self.layer, nn.Module):
             return self._conv
         # Its geometry was read, and checked, once.
-        return replace(self._conv, kernel=self.layer.weight)  # type: ignore[arg-type]
+        return replace(self._conv, kernel=weight_of(self.layer))
 
     def __call__(self, iterations: int = 10) -> Tensor:
         """Run, remember the vector, and return ‖layer(v)‖ for unit v, differentiable."""

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.geometry import named
+from lipbound.geometry import named, weight_of
 from lipbound.rows import Lags, lags
 
 Exclude = str | type | Callable[[str, nn.Module], bool]
@@ -43,7 +43,7 @@ class Factor:
 
     def weight(self) -> Tensor:
         """The layer's weight; of a BatchNorm without one its running variance."""
-        weight = self.layer.weight
+        weight: Tensor | None = weight_of(self.layer)
         return weight if weight is not None else self.layer.running_var  # type: ignore[return-value]
 
     def rows(self, weight: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lipbound.adding import Adder
 from lipbound.climb import FIRST, Climb, State
 from lipbound.estimates import PowerIteration, power_of_two
 from lipbound.factors import Factor
-from lipbound.geometry import Convolution, convolution
+from lipbound.geometry import Convolution, convolution, weight_of
 from lipbound.kernels import plain
 from lipbound.sizes import input_shapes
 from lipbound.symbols import taps
@@ -176,7 +176,7 @@ class Power:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The kernels near 1, one after the other, differentiable, and their units."""
-        kernels = torch.stack([plain.working(layer.weight) for layer in self.layers])  # type: ignore[arg-type]
+        kernels = torch.stack([plain.working(weight_of(layer)) for layer in self.layers])
         unit = power_of_two(kernels, tuple(range(1, kernels.ndim)))
         return kernels / unit.reshape(-1, *[1] * (kernels.ndim - 1)), unit
 

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 Layer = Any  # nn.Module | Tensor | Convolution; `Any` keeps singledispatch and torch.compile simple
 
@@ -192,9 +195,9 @@ def convolution(
         )
     if isinstance(layer, _ConvNd):
         given = {name: getattr(layer, name) for name in options}
-        kernel = layer.weight
+        kernel = weight_of(layer)
     elif isinstance(layer, nn.Linear):
-        kernel = layer.weight
+        kernel = weight_of(layer)
     elif isinstance(layer, Tensor):
         kernel = layer
     else:
@@ -237,11 +240,28 @@ def own_forward(layer: object) -> bool:
     """
     if not isinstance(layer, _ConvNd | nn.Linear | _BatchNorm):
         return False
-    if "forward" in vars(layer):
+    if "forward" in vars(layer) or type(layer).__call__ is not nn.Module.__call__:
         return True
     names = [name for name in ("forward", "_conv_forward") if hasattr(type(layer), name)]
     makers = [next(c for c in type(layer).__mro__ if name in vars(c)) for name in names]
     return any(not maker.__module__.startswith("torch.nn.") for maker in makers)
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The weight that the layer's next forward will use.
+
+    PyTorch's hooks of before parametrizations (``weight_norm``, ``spectral_norm``, ``prune`` in
+    ``torch.nn.utils``) set the attribute just before it; until then it is of the last one. Of other
+    hooks nothing is known here: they are no part of the layer.
+    """
+    for hook in () if torch.compiler.is_compiling() else layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and hook.name == "weight":
+            return hook.compute_weight(layer)
+        if isinstance(hook, SpectralNorm) and hook.name == "weight":
+            return hook.compute_weight(layer, do_power_iteration=False)
+        if isinstance(hook, BasePruningMethod) and hook._tensor_name == "weight":
+            return hook.apply_mask(layer)
+    return layer.weight  # type: ignore[return-value]
 
 
 def named(name: str, layer: Layer, **geometry: Any) -> Convolution:

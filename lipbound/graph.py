@@ -39,7 +39,7 @@ class Call:
         args: Arguments in order; tensors that do not depend on the input are there in full, the
             others are :class:`Reference`.
         kwargs: Keyword arguments, likewise.
-        shape: Of the result; ``None`` if it is no single tensor.
+        shape: Of the result, ``()`` of a number; ``None`` if there are several.
         module: Path of the module that made the call.
         source: File and line.
         schema: Of the operation.
@@ -171,13 +171,15 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
     files = [line for line in trace if line.startswith("File ") and "/torch/nn/" not in line]
     packet = getattr(target, "overloadpacket", target)
     op = "getitem" if target is operator.getitem else str(packet)
-    floating = not isinstance(value, Tensor) or value.is_floating_point()
+    several = isinstance(value, list | tuple)
+    # A number that was read out of a tensor is none: nothing is known of how it changes.
+    floating = several or (isinstance(value, Tensor) and value.is_floating_point())
     return Call(
         name=node.name,
         op=op,
         args=_resolve(node.args, known),
         kwargs=_resolve(node.kwargs, known),
-        shape=tuple(value.shape) if isinstance(value, Tensor) else None,
+        shape=tuple(value.shape) if isinstance(value, Tensor) else None if several else (),
         module=paths[-1].removeprefix("L['self'].") if paths else "",
         source=_short(files[-1]) if files else "",
         schema=getattr(target, "_schema", None),

@@ -99,3 +99,15 @@ def _independent(model: nn.Module, inputs: Tensor) -> bool:
             if not (alone[0] - together[place]).norm() <= 0.01 * alone.norm():
                 return False
     return True
+
+
+@torch.no_grad()
+def repeats(model: nn.Module, inputs: Tensor) -> bool:
+    """Whether the network answers the same inputs twice in the same way, about."""
+    pairs = zip(_outputs(model, inputs), _outputs(model, inputs), strict=True)
+    return all(
+        one.shape == two.shape
+        and torch.allclose(one, two, rtol=0, atol=1e-3 * float(one.abs().amax()), equal_nan=True)
+        for one, two in pairs
+        if one.numel()
+    )

@@ -16,7 +16,7 @@ from lipbound.blocks import certified, find_chain, optimised
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
 from lipbound.geometry import Convolution, Layer, named, own_forward
 from lipbound.graph import Call, Graph, NotCaptured, capture
-from lipbound.jacobian import jacobian_norm
+from lipbound.jacobian import jacobian_norm, repeats
 from lipbound.modes import in_eval
 from lipbound.progress import Progress, silent
 from lipbound.rules import Options, Value, follow
@@ -177,6 +177,9 @@ def audit(
         found = compose(graph, options, progress)
         note = "; ".join(part for part in (found.note, note) if part)
         found = replace(found, layers=layers, product=product, input_shape=shape, note=note)
+        if found.upper < math.inf and not repeats(model, inputs[:1]):
+            why = "layers only: it answers the same input twice in two ways, so it is not one map"
+            return Audit(layers, math.inf, 0.0, why, (), product, shape, note=note)
         if not search:
             return found
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -301,3 +302,94 @@ def test_other_integers_and_no_shape():
     assert bracket(kernel, stride=np.int64(2)) == bracket(kernel, stride=2)
     with pytest.raises(ValueError, match="input_shape=5 is no shape"):
         audit(nn.ReLU(), 5)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.count * x
+
+
+UNBOUNDED = {
+    "a sum, read out": lambda x: x + 100 * x.sum().item(),
+    "a count": lambda x: x + 100 * (x > 0).sum().item(),
+    "a size": lambda x: x + 100 * x.nonzero().shape[0],
+    "Python's random numbers": lambda x: random.uniform(0, 10) * x,
+    "a state of its own": Counting(),
+}
+
+
+@pytest.mark.parametrize("what", UNBOUNDED)
+def test_numbers_from_elsewhere_are_no_constants(what):
+    found = audit(Run(UNBOUNDED[what]), (3,))
+    assert found.upper == math.inf
+    assert found.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_python_numbers_keep_their_digits(dtype):
+    part = nn.Parameter(torch.zeros(1, dtype=dtype))
+    for factor in (0.7, 0.1, 3, -1e-3):
+        for truth, model in ((abs(factor), lambda x, c=factor: c * x),
+                             (1 / abs(factor), lambda x, c=factor: x / c)):  # fmt: skip
+            found = audit(Run(model, part=part), (3,))
+            assert truth <= found.upper <= truth * (1 + 1e-6)
+            assert found.lower <= found.upper * (1 + 4 * torch.finfo(dtype).eps)
+    large = torch.eye(3, dtype=torch.float64) * 1e46
+    tiny = Run(lambda x: functional.linear(x * 1e-46, large), part=part.double())
+    assert audit(tiny, (3,), search=0).upper >= 1
+
+
+def test_radii_are_of_the_size_that_was_audited():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(ValueError, match=r"inputs are \(1, 3, 3\) each, the audit is of \(1, 8, 8"):
+        certify(model, audit(model, (1, 8, 8)), torch.randn(2, 1, 3, 3))
+    mixing = Run(lambda x: len(x) * x)
+    certify(mixing, audit(mixing, (2,)), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="2 inputs together otherwise than each alone"):
+        certify(mixing, audit(mixing, (2,)), torch.ones(2, 2))
+
+
+HOOKED = {
+    "weight_norm": (lambda c: nn.utils.weight_norm(c), "weight_g"),
+    "spectral_norm": (lambda c: nn.utils.spectral_norm(c).eval(), "weight_orig"),
+    "prune": (lambda c: nn.utils.prune.l1_unstructured(c, "weight", amount=0.3), "weight_orig"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", HOOKED)
+def test_weights_that_a_hook_sets_are_those_of_the_next_forward(kind):
+    torch.manual_seed(0)
+    make, name = HOOKED[kind]
+    layer = make(nn.Conv2d(2, 3, 3, padding=1).double())
+    penalty = Penalty(layer)
+    getattr(layer, name).data[0] *= 10
+    found, value = bracket(layer), float(penalty())
+    penalty.add_grad_()
+    assert getattr(layer, name).grad.abs().sum() > 0
+    layer(torch.zeros(1, 2, 4, 4, dtype=torch.float64))
+    assert bracket(layer.weight).upper == pytest.approx(found.upper, rel=1e-12)
+    assert float(penalty()) == pytest.approx(value, rel=1e-6)
+
+
+def test_a_call_of_its_own_is_a_forward_of_its_own():
+    class Tenfold(nn.Linear):
+        def __call__(self, x):
+            return 10 * super().__call__(x)
+
+    with pytest.raises(TypeError, match="forward of its own"):
+        bracket(Tenfold(2, 2))
+
+
+@pytest.mark.parametrize(("size", "goal"), [(2, 82), (3, 47), (7, 200)])
+def test_which_pixel_is_nearest_is_asked_in_both_precisions(size, goal):
+    for dtype in (torch.float32, torch.float64):
+        model = Run(lambda x: functional.interpolate(x, size=goal), part=nn.Parameter(
+            torch.zeros(1, dtype=dtype)))  # fmt: skip
+        copies = functional.interpolate(torch.eye(size, dtype=dtype)[None], size=goal)[0].sum(1)
+        assert audit(model, (1, size), search=0).upper >= math.sqrt(float(copies.max()))

@@ -176,11 +176,19 @@ def _multiply(step: Step) -> Value:
     if divided and isinstance(other, Value):
         raise Unbounded("division by an activation has no global Lipschitz constant")
     value, factor = (one, other) if isinstance(one, Value) else (other, one)
-    sizes = torch.as_tensor(factor).double().abs()
-    gain = float((1 / sizes if divided else sizes).max())
+    gain = max(float((1 / sizes if divided else sizes).max()) for sizes in _sizes(factor))
     if math.isnan(gain):
         raise Unbounded("a constant that it multiplies with is not a number")
     return value.times(up(gain * spread(value, step.shape)), step.shape)
+
+
+def _sizes(factor: Any) -> list[Tensor]:
+    """|factor|; of a Python number also what a float32 network makes of it."""
+    if isinstance(factor, Tensor):
+        return [factor.double().abs()]
+    exact = torch.tensor(float(factor), dtype=torch.float64).abs()
+    rounded = exact.float().double()
+    return [exact, rounded] if 0 < rounded < math.inf else [exact]
 
 
 @register_rule("aten.maximum", "aten.minimum")

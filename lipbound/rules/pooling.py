@@ -64,18 +64,25 @@ def _separable(step: Step) -> float:
     With A⊗B its matrix and a, b vectors of ones: the images of e_i⊗b over i have the matrix
     A·‖Bb‖, so σ1(A)‖Bb‖, σ1(B)‖Aa‖ and ‖Aa‖‖Bb‖ are measured on the operation itself.
     """
+    if "nearest" in step.call.op:  # which pixel is nearest, float32 decides otherwise
+        return max(_product(step, dtype) for dtype in (torch.float64, torch.float32))
+    return _product(step, torch.float64)
+
+
+def _product(step: Step, dtype: torch.dtype) -> float:
+    """σ1 of the axes' matrices, multiplied, as the operation works in a precision."""
     value = step.only()
     dims = {"1d": 1, "2d": 2, "3d": 3}[step.call.op.removesuffix("_aa")[-2:]]
     sizes = value.shape[-dims:]
-    whole = _apply(step, torch.ones(1, 1, *sizes, dtype=torch.float64)).norm()
+    whole = _apply(step, torch.ones(1, 1, *sizes, dtype=dtype)).double().norm()
     if whole == 0:
         raise Unbounded("its output is empty")
     gain = 1.0
     for axis, n in enumerate(sizes):
-        basis = torch.eye(n, dtype=torch.float64).reshape(
+        basis = torch.eye(n, dtype=dtype).reshape(
             n, 1, *[n if i == axis else 1 for i in range(dims)]
         )
-        images = _apply(step, basis.expand(n, 1, *sizes).contiguous()).reshape(n, -1)
+        images = _apply(step, basis.expand(n, 1, *sizes).contiguous()).double().reshape(n, -1)
         gain *= float(torch.linalg.matrix_norm(images, 2)) / (float(whole) if axis else 1.0)
     return up(gain * (1 + 1e-12))
 
