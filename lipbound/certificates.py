@@ -21,8 +21,8 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
 
     Args:
         source: Logits, ``(batch, classes)``, or the network that computes them.
-        audit: Of that network. Its bound is on the input as the network takes it: put a
-            normalization of the pixels inside the network to have radii in pixels.
+        audit: Of that network with the weights it has now. Its bound is on the input as the network
+            takes it: put a normalization of the pixels inside it to have radii in pixels.
         inputs: The batch, if ``source`` is a network; it is run in eval mode.
 
     Returns:

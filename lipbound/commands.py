@@ -157,6 +157,10 @@ def audit(
     from lipbound.network import audit_weights
     from lipbound.report import audit_json, audit_table, echo
 
+    if html is not None and html.exists() and os.path.exists(source) and html.samefile(source):
+        raise ValueError(f"--html {str(html)!r} would overwrite the weights; name another file")
+    if effort not in ("normal", "high"):
+        raise ValueError(f"--effort {effort!r} is not 'normal' or 'high'")
     check_writable(html)
     check_report(html)
     check_numbers(fail_above=fail_above)
@@ -170,6 +174,9 @@ def audit(
     if isinstance(network, dict):
         if effort != "normal":
             raise ValueError(f"--effort {effort} is for networks; name the architecture by --model")
+        if input_shape is not None:
+            raise ValueError(f"--input {input_shape} is for networks; name the architecture by "
+                             "--model")  # fmt: skip
         placed = network if device is None else {k: moved(t, device) for k, t in network.items()}
         found = audit_weights(placed, rtol, **{**how, **geometry})
     else:
@@ -248,7 +255,7 @@ def train(
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
     changes |= dict(parse(text) for text in set_ or [])
-    arms = list(ARMS) if arm == ["all"] else arm or ["at+lipreg"]
+    arms = list(ARMS) if "all" in (arm or ()) else [*dict.fromkeys(arm or ["at+lipreg"])]
     if len(arms) > 1:  # what one arm is about is not changed by an option for all
         own = {
             name: {k: v for k, v in changes.items() if k not in ARMS.get(name, {})} for name in arms
@@ -424,10 +431,8 @@ def reproduce(
         takers = steps.TAKES[option]
         if value and not {*takers} & {*names}:
             raise ValueError(f"{name} takes no --{option}; {', '.join(takers)} do")
-    wanted = [each for each in names if each in steps.TRAININGS]
-    if wanted and folder is None and not tiny:  # before the others are computed
-        images = steps.EXPERIMENTS[wanted[0]].ON
-        raise ValueError(f"{wanted[0]} needs --folder, one with {images}; --tiny needs none")
+    if name == "all" and folder is None and not tiny:  # before the others are computed
+        raise ValueError(f"table2 needs --folder, one with {steps.table2.ON}; --tiny needs none")
     check_report(out)
     check_writable(*(out / f"{each}.json" for each in names))
     for each in names:

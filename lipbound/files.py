@@ -14,11 +14,19 @@ def write(path: Path, content: bytes) -> None:
     """Write a file atomically: the whole of it, or what was there before.
 
     It is written under another name, flushed to the disk and renamed. What killed processes left
-    of earlier attempts goes.
+    of earlier attempts goes. A link stays one, and its target is written; a pipe or a device is
+    written to as it is.
 
     Raises:
         OSError: Naming the file; nothing half-written stays behind.
     """
+    path = _target(path)
+    if path.exists() and not path.is_file():
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise _refusal(path, error) from None
+        return
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,15 +136,25 @@ def check_writable(*paths: Path | None) -> None:
     for path in paths:
         if path is None:
             continue
+        path = _target(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             if path.is_dir():
                 raise IsADirectoryError(21, "it is a folder")
+            if path.exists() and not os.access(path, os.W_OK):
+                raise PermissionError(13, "it is read-only")
+            if path.exists() and not path.is_file():  # a pipe, say
+                continue
             path.parent.mkdir(parents=True, exist_ok=True)
             part.touch()
             part.unlink()
         except OSError as error:
             raise _refusal(path, error) from None
+
+
+def _target(path: Path) -> Path:
+    """Where a link leads."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _end_of_lines(file: Any) -> int:

@@ -317,7 +317,10 @@ def check_kernel(kernel: Tensor) -> None:
 def _with_input_shape(conv: Convolution, shape: Sequence[int]) -> Convolution:
     if isinstance(shape, int):
         raise ValueError(f"input_shape={shape} is no shape; pass {(shape,) * conv.dims} say")
-    shape = tuple(int(n) for n in shape)
+    try:
+        shape = tuple(operator.index(n) for n in shape)
+    except TypeError:
+        raise ValueError(f"input_shape={tuple(shape)} must be whole numbers") from None
     size = shape[-conv.dims :] if conv.dims else ()
     expected = f"({', '.join(['n'] * conv.dims)}) or ({conv.in_channels}, ...)"
     if len(shape) - conv.dims not in (0, 1) or any(n < 1 for n in shape):

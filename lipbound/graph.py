@@ -6,9 +6,12 @@ computed here; the rest is left to the rules.
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +106,14 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
         NotCaptured: With the reason; a model whose path depends on its input's values, say.
     """
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), _unlogged(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, tuple(inputs), strict=False)
             program = program.run_decompositions({})
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "data-dependent" in first:
+            first = "which way it goes depends on its input's values"
         raise NotCaptured(f"{type(model).__name__} cannot be captured: {first}") from error
     signature = program.graph_signature
     tensors: dict[str, Any] = {**program.state_dict, **program.constants}
@@ -160,6 +165,18 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     if not outputs:
         raise NotCaptured(f"{type(model).__name__} has no output that depends on its input")
     return Graph(shapes, tuple(calls), tuple(outputs))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """What PyTorch logs and prints of a model that it cannot capture is in the error, too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _call(node: fx.Node, known: dict[str, Any]) -> Call:

@@ -146,8 +146,8 @@ def audit(
         raise ValueError(f"effort={effort!r} is not 'normal' or 'high'")
     if effort == "high" and method != "spectral":
         raise ValueError(f"effort='high' brackets its own factors; leave out method={method!r}")
-    if isinstance(input_shape, int):
-        raise ValueError(f"input_shape={input_shape} is no shape; pass ({input_shape},) say")
+    if isinstance(input_shape, int | str):
+        raise ValueError(f"input_shape={input_shape!r} is no shape; pass (3, 32, 32) say")
     options = Options(rtol, effort, method)
     with in_eval(model):
         layers = layer_reports(model, options, progress)
@@ -166,6 +166,12 @@ def audit(
         like = next(stored, torch.zeros(()))
         inputs = inputs.to(like.device, like.dtype, copy=True)  # the network may write to it
         shape = tuple(inputs.shape[1:])
+        try:
+            with torch.no_grad():
+                model(inputs[:1].clone())
+        except Exception as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"the model does not take inputs of {shape}: {said}") from error
         try:
             graph = capture(model, (inputs[:1],))
         except NotCaptured as error:

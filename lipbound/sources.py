@@ -120,12 +120,13 @@ def own_model(name: str) -> nn.Module | None:
 def factory(path: str) -> nn.Module:
     """``package.module:factory`` called without arguments; the current folder is importable."""
     module, colon, name = path.partition(":")
-    if not colon or not module or not name:
-        raise ValueError(f"--model {path!r} is not package.module:factory")
+    if not colon or not module or not name or module.endswith(".py"):
+        like = f"; write {module[:-3]}:{name}" if module.endswith(".py") and name else ""
+        raise ValueError(f"--model {path!r} is not package.module:factory{like}")
     sys.path.insert(0, str(Path.cwd()))
     try:
         model = getattr(importlib.import_module(module), name)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--model {path!r}: {type(error).__name__}: {error}") from None
     finally:
         sys.path.pop(0)

@@ -204,6 +204,7 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
     assert "without the architecture there is no network" in out
     (tmp_path / "mine.py").write_text(
         "from lipbound.robust.models import ResNet\ndef build():\n    return ResNet(8)\n"
+        "def leave():\n    raise SystemExit(5)\n"
     )
     monkeypatch.chdir(tmp_path)
     arguments = ["audit", str(path), "--model", "mine:build", "--input", "3,16,16"]
@@ -220,6 +221,11 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
         (["--model", "nowhere:build"], "No module named"),
         (["--model", "resnet20"], "they lack"),
         (["--model", "mine:build", "--input", "3,x"], "write 3,32,32"),
+        (["--model", "mine.py:build"], "; write mine:build"),
+        (["--model", "mine:leave"], "SystemExit: 5"),
+        (["--input", "3,32,32"], "--input 3,32,32 is for networks; name the architecture"),
+        (["--effort", "hihg"], "--effort 'hihg' is not 'normal' or 'high'"),
+        (["--html", str(path)], "would overwrite the weights"),
     ):
         code, _, err = run(monkeypatch, capsys, "audit", str(path), *wrong)
         assert (code, message in err) == (2, True), err

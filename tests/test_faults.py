@@ -88,6 +88,22 @@ def test_the_experiment_notices_a_torn_file(tmp_path, monkeypatch):
     assert len(kills.checkpoint(1, random.Random(0), tmp_path)["wrong"]) == 1
 
 
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
+    real, link, pipe = (tmp_path / name for name in ("real", "link", "pipe"))
+    link.symlink_to(real)
+    files.check_writable(link)
+    files.write(link, b"through")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"through"
+    os.mkfifo(pipe)
+    files.check_writable(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write(pipe, b"into it")
+    assert os.read(end, 100) == b"into it"
+    assert pipe.is_fifo()
+    os.close(end)
+
+
 def test_killed_in_the_middle_of_a_write(tmp_path, monkeypatch):
     """Between the bytes and the name: the file before stays, the next write cleans up."""
     path = tmp_path / "page.html"

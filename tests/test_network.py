@@ -301,3 +301,21 @@ def test_radii_of_unbounded_networks_are_zero():
         lipbound.certify(build(), found)
     with pytest.raises(ValueError, match=r"got \(3,\)"):
         lipbound.certify(torch.zeros(3), found)
+
+
+class Choosing(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else 2 * x
+
+
+def test_what_cannot_be_audited_is_said_in_one_line(capfd):
+    found = audit(Choosing(), (3,))
+    assert found.reason.endswith("which way it goes depends on its input's values")
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
+    with pytest.raises(ValueError, match=r"does not take inputs of \(3, 9, 9\): mat1 and mat2"):
+        audit(model, (3, 9, 9))
+    with pytest.raises(ValueError, match="input_shape='3,8,8' is no shape"):
+        audit(model, "3,8,8")
+    with pytest.raises(ValueError, match=r"\(8.5, 8\) must be whole numbers"):
+        bracket(nn.Conv2d(1, 1, 3), input_shape=(8.5, 8))
+    assert capfd.readouterr().err == ""
