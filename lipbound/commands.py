@@ -42,11 +42,25 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         if hasattr(error, "format_message"):
             said = error.format_message().rstrip(".")
+            said = said.replace("Input should be", f"{_value(error, arguments)} should be")
             path = getattr(getattr(error, "ctx", None), "command_path", "lipbound")
+            known = getattr(command, "commands", ())
+            if path == "lipbound" and arguments and arguments[0] in known:
+                path = f"lipbound {arguments[0]}"
             raise ValueError(f"{said}; try '{path} --help'") from None
         if type(error).__name__ == "Abort":
             raise KeyboardInterrupt from None
         raise
+
+
+def _value(error: Exception, arguments: Sequence[str]) -> str:
+    """What was given for the option that an error is about, in quotes."""
+    names = getattr(getattr(error, "param", None), "opts", [])
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names and (equals or place + 1 < len(arguments)):
+            return repr(value if equals else arguments[place + 1])
+    return "it"
 
 
 def _version(wanted: bool) -> None:

@@ -93,7 +93,8 @@ def network_or_weights(source: str, model: str | None) -> tuple[Any, tuple[int, 
     if path.suffix not in SAFE | PICKLED and not path.exists():
         raise ValueError(
             f"cannot audit {source!r}: it is no weights file and no model this package knows; "
-            f"try 'demo', a .safetensors or .pt file, resnet20, torchvision:NAME or timm:NAME"
+            f"try 'demo', a .safetensors or .pt file (its architecture by --model module:factory), "
+            f"resnet20, torchvision:NAME or timm:NAME"
         )
     if model is None:
         trained = sources.trained(path)
@@ -114,7 +115,7 @@ def moved(what: Any, device: str) -> Any:
     try:
         return what.to(device)
     except Exception as error:
-        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}; try cpu") from None
 
 
 def input_shape_of(text: str) -> tuple[int, ...]:

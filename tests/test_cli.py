@@ -97,6 +97,7 @@ def test_an_input_the_model_does_not_take(monkeypatch, capsys):
         (["fig2", "--weights", "x.pt"], "fig2 takes no --weights; fig1, table1 do"),
         (["table3", "--tier", "A"], "table3 takes no --tier; table2, fig3 do"),
         (["fig1", "--minutes", "5"], "fig1 takes no --minutes; table2, fig3, table3 do"),
+        (["fig2", "--minutes", "x"], "'--minutes': 'x' should be a valid number"),
         (["all"], "table2 needs --folder, one with CIFAR-10 and CIFAR-100; --tiny needs none"),
         (
             ["table2", "--folder", ".", "--only", "at+lpreg"],

@@ -150,7 +150,7 @@ def test_learning_rates_depend_on_the_step_alone():
         (lambda: settings("at", lr=-1.0), "lr=-1.0 must be positive"),
         (lambda: settings("at", attack=0), "is not what arm 'at' is about"),
         (lambda: settings("at+lipreg", penalty=""), "is not what arm"),
-        (lambda: settings("at", attack=-3), "attack=-3 must not be negative"),
+        (lambda: settings("at", attack=-3), "attack=-3 must be a number from 0 on"),
         (lambda: settings("at+lipreg", penalty_weight=float("nan")), "penalty_weight=nan"),
         (lambda: settings("at", ball="l7"), "ball='l7' is not one of"),
         (lambda: settings("at", schedule="sometimes"), "schedule='sometimes'"),

@@ -61,7 +61,8 @@ class RunFolder:
             try:
                 self._lock = lock(self.root / ".lock")
             except OSError as error:
-                raise OSError(f"cannot write in {str(self.root)!r}: {error.strerror}") from None
+                said = "it is a file, name a folder" if self.root.is_file() else error.strerror
+                raise OSError(f"cannot write in {str(self.root)!r}: {said}") from None
             if self._lock is None:
                 raise ValueError(f"another run works in {str(self.root)!r}; choose another")
         return self

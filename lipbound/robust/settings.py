@@ -123,7 +123,7 @@ class Settings:
         for name in ("first", "attack", "check", "check_attack", "samples", "weight_decay",
                      "penalty_weight", "floor", "seed"):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r} must not be negative")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number from 0 on")
         if self.ball not in BALLS:
             raise ValueError(f"ball={self.ball!r} is not one of {', '.join(BALLS)}")
         for name in ("held_out", "awp", "ema", "dropout", "momentum", "label_smoothing"):

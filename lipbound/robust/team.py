@@ -88,7 +88,7 @@ def team(device: str | None = None) -> Iterator[Team]:
         place = torch.device(kind)
         torch.zeros(1, device=place)
     except Exception as error:
-        raise ValueError(f"device {kind!r}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"device {kind!r}: {str(error).splitlines()[0]}; try cpu") from None
     if "LOCAL_RANK" not in os.environ:
         yield Team(place)
         return
