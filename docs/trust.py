@@ -202,7 +202,7 @@ Each is fixed, with a test.
 ## What a sceptic found
 
 Random layers and networks are drawn from a grammar, and a grammar has blind spots. A reader who was asked to break the
-claims by hand, twice, tried layers of unusual geometry, without a violation, and networks made for the purpose, with
+claims by hand, three times, tried layers of unusual geometry, without a violation, and networks made for the purpose, with
 these. Each is counted or refused now, and is a test that failed before (`tests/test_attacked.py`):
 
 - Network bounds were too low where a bias, a BatchNorm's mean or the limit of a clamp depends on the input; where a
@@ -218,6 +218,14 @@ these. Each is counted or refused now, and is a test that failed before (`tests/
 - `audit(..., effort="high")` took positions for channels where a network drops its batch axis, and came out 700 times
   too low. Rounding of a sum was lost in a second sum; biases of normalized constants, further results of a
   normalization, complex outputs and buffers that a network changes as it runs were passed over.
+- A number read out of a tensor (`x.sum().item()`, a count, a size) and added was taken for a constant, and a network
+  with a counter or Python's random numbers in it for one map. A Python factor was read in float32: the bound of
+  `0.7 * x` lay 2e-8 below 0.7, and that of `1e-46 * x` was 0. `F.interpolate`'s nearest pixels were chosen in float64,
+  where a float32 network may choose others: up to 1 %.
+- `certify` took inputs of another size than the audit's, and inputs that change each other's answers: radii 20 times
+  too large.
+- `bracket` and `Penalty` read the weight that the hooks of `weight_norm`, `spectral_norm` and `prune` had set in the last
+  forward, not the one they will set in the next.
 - A BatchNorm that has diverged (NaN or negative variance) after a convolution kept `audit` busy for ever.
 - `audit` wrote to the caller's inputs where the network does, and ended in tracebacks for arguments a rule did not know.
 

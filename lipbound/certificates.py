@@ -51,6 +51,8 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
                 f"the inputs are {tuple(inputs.shape[1:])} each, the audit is of "
                 f"{audit.input_shape}; audit the network at their size"
             )
+        if not inputs.is_floating_point():
+            raise ValueError(f"the inputs are {inputs.dtype}; the network takes floating point")
         with in_eval(source):
             alone, source = source(inputs[:1].clone()), source(inputs.clone())
     if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[1] < 2:

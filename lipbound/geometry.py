@@ -203,7 +203,7 @@ def convolution(
     else:
         raise TypeError(
             f"expected a convolution, nn.Linear or a weight tensor, got {type(layer).__name__}; "
-            f"for other layers use lipschitz(layer)"
+            f"for other layers use lipschitz(layer), for networks audit(model, input_shape)"
         )
     check_kernel(kernel)
 

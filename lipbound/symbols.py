@@ -27,7 +27,9 @@ def taps(conv: Convolution) -> Tensor:
     return _phases(_grouped(conv.kernel, conv.groups), conv.symbol_stride())
 
 
-def symbol(layer: Layer, frequencies: Tensor, **geometry: object) -> Tensor:
+def symbol(
+    layer: Layer, frequencies: Tensor | Sequence[Sequence[float]], **geometry: object
+) -> Tensor:
     r"""The layer's symbol at the given frequencies, nothing simplified away.
 
     Stride t splits the tap positions a·h by residue, one column block per residue; groups are
@@ -46,6 +48,8 @@ def symbol(layer: Layer, frequencies: Tensor, **geometry: object) -> Tensor:
         tensor([[[3.+0.j]]])
     """
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
+    if not isinstance(frequencies, Tensor):
+        frequencies = torch.tensor(frequencies, dtype=torch.float64)
     if frequencies.ndim != 2 or frequencies.shape[1] != conv.dims:
         raise ValueError(
             f"frequencies of shape {tuple(frequencies.shape)} do not fit a kernel with "

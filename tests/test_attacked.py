@@ -348,6 +348,8 @@ def test_radii_are_of_the_size_that_was_audited():
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(ValueError, match=r"inputs are \(1, 3, 3\) each, the audit is of \(1, 8, 8"):
         certify(model, audit(model, (1, 8, 8)), torch.randn(2, 1, 3, 3))
+    with pytest.raises(ValueError, match=r"inputs are torch.uint8"):
+        certify(model, audit(model, (1, 8, 8)), torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
     mixing = Run(lambda x: len(x) * x)
     certify(mixing, audit(mixing, (2,)), torch.ones(1, 2))
     with pytest.raises(ValueError, match="2 inputs together otherwise than each alone"):
