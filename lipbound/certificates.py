@@ -54,7 +54,8 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         if not inputs.is_floating_point():
             raise ValueError(f"the inputs are {inputs.dtype}; the network takes floating point")
         with in_eval(source):
-            alone, source = source(inputs[:1].clone()), source(inputs.clone())
+            alone = source(inputs[:1].clone()) if len(inputs) > 1 else None
+            source = source(inputs.clone())
     if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[1] < 2:
         shape = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
         raise ValueError(f"logits must be (batch, classes) with two classes or more, got {shape}")

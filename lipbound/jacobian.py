@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: 
     """
     inputs = inputs.detach()
     with torch.no_grad():
-        few = sum(t.numel() for t in _outputs(model, inputs[:1])) <= ROWS
+        few = sum(t.numel() for t in outputs(model, inputs[:1])) <= ROWS
         together = len(inputs) > 1 and _independent(model, inputs)
 
     def run(x: Tensor) -> Tensor:
-        return torch.cat([t.reshape(len(x), -1) for t in _outputs(model, x)], 1)
+        return torch.cat([t.reshape(len(x), -1) for t in outputs(model, x)], 1)
 
     def norms(some: Tensor) -> Tensor:
         return norms_by_rows(run, some) if few else _iterated(run, some, iterations, seed)
@@ -49,12 +49,12 @@ def norms_by_rows(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     """
     x = inputs.detach().requires_grad_()
     with torch.enable_grad():
-        outputs = run(x)
-        if not outputs.requires_grad:  # they do not depend on the inputs
+        found = run(x)
+        if not found.requires_grad:  # they do not depend on the inputs
             return torch.zeros(len(x), dtype=torch.float64, device=x.device)
         rows = [
             torch.autograd.grad(column.sum(), x, retain_graph=True, materialize_grads=True)[0]
-            for column in outputs.unbind(1)
+            for column in found.unbind(1)
         ]
     matrices = torch.stack(rows, 1).flatten(2).double()
     known = matrices.isfinite().flatten(1).all(1)
@@ -82,18 +82,19 @@ def _iterated(
     return norms.detach()
 
 
-def _outputs(model: nn.Module, inputs: Tensor) -> list[Tensor]:
+def outputs(model: nn.Module, inputs: Tensor) -> list[Tensor]:
+    """What a network says of a batch: its floating-point results."""
     leaves = tree_leaves(model(inputs.clone()))  # the network may write to what it gets
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _independent(model: nn.Module, inputs: Tensor) -> bool:
     """Whether every input alone gives about what it gives in company."""
-    outputs = _outputs(model, inputs)
-    if any(t.ndim == 0 or len(t) != len(inputs) for t in outputs):
+    company = outputs(model, inputs)
+    if any(t.ndim == 0 or len(t) != len(inputs) for t in company):
         return False
     for place, one in enumerate(inputs):
-        for alone, together in zip(_outputs(model, one[None]), outputs, strict=True):
+        for alone, together in zip(outputs(model, one[None]), company, strict=True):
             if alone.shape != (1, *together.shape[1:]):
                 return False
             if not (alone[0] - together[place]).norm() <= 0.01 * alone.norm():
@@ -101,13 +102,11 @@ def _independent(model: nn.Module, inputs: Tensor) -> bool:
     return True
 
 
-@torch.no_grad()
-def repeats(model: nn.Module, inputs: Tensor) -> bool:
-    """Whether the network answers the same inputs twice in the same way, about."""
-    pairs = zip(_outputs(model, inputs), _outputs(model, inputs), strict=True)
+def alike(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two answers to the same inputs are the same, about."""
     return all(
         one.shape == two.shape
         and torch.allclose(one, two, rtol=0, atol=1e-3 * float(one.abs().amax()), equal_nan=True)
-        for one, two in pairs
+        for one, two in zip(ones, others, strict=True)
         if one.numel()
     )

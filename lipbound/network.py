@@ -16,7 +16,7 @@ from lipbound.blocks import certified, find_chain, optimised
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
 from lipbound.geometry import Convolution, Layer, named, own_forward
 from lipbound.graph import Call, Graph, NotCaptured, capture
-from lipbound.jacobian import jacobian_norm, repeats
+from lipbound.jacobian import alike, jacobian_norm, outputs
 from lipbound.modes import in_eval
 from lipbound.progress import Progress, silent
 from lipbound.rules import Options, Value, follow
@@ -150,28 +150,23 @@ def audit(
         raise ValueError(f"input_shape={input_shape!r} is no shape; pass (3, 32, 32) say")
     options = Options(rtol, effort, method)
     with in_eval(model):
+        if inputs is None and input_shape is not None:
+            draw = torch.Generator().manual_seed(seed)
+            inputs = torch.randn(max(1, search), *input_shape, generator=draw)
+        if inputs is not None:
+            stored = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
+            like = next(stored, torch.zeros(()))
+            inputs = inputs.to(like.device, like.dtype, copy=True)  # the network may write to it
+            answers = _answers(model, inputs[:1])
         layers = layer_reports(model, options, progress)
         product = _product(layers)
         apart = [name for name, m in model.named_modules() if own_forward(m)]
         note = f"not among the layers, for their forward is their own: {', '.join(apart)}"
         note = note if apart else ""
-        if input_shape is None and inputs is None:
+        if inputs is None:
             reason = "no input shape was given, so only the layers were read"
             return Audit(layers, math.inf, 0.0, reason, (), product, None, note=note)
-        if inputs is None:
-            assert input_shape is not None
-            draw = torch.Generator().manual_seed(seed)
-            inputs = torch.randn(max(1, search), *input_shape, generator=draw)
-        stored = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
-        like = next(stored, torch.zeros(()))
-        inputs = inputs.to(like.device, like.dtype, copy=True)  # the network may write to it
         shape = tuple(inputs.shape[1:])
-        try:
-            with torch.no_grad():
-                model(inputs[:1].clone())
-        except Exception as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"the model does not take inputs of {shape}: {said}") from error
         try:
             graph = capture(model, (inputs[:1],))
         except NotCaptured as error:
@@ -183,7 +178,7 @@ def audit(
         found = compose(graph, options, progress)
         note = "; ".join(part for part in (found.note, note) if part)
         found = replace(found, layers=layers, product=product, input_shape=shape, note=note)
-        if found.upper < math.inf and not repeats(model, inputs[:1]):
+        if found.upper < math.inf and not alike(answers, _answers(model, inputs[:1])):
             why = "layers only: it answers the same input twice in two ways, so it is not one map"
             return Audit(layers, math.inf, 0.0, why, (), product, shape, note=note)
         if not search:
@@ -197,6 +192,21 @@ def audit(
             why = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         said = f"no lower bound: the Jacobian could not be computed ({why})"
         return replace(found, note="; ".join(part for part in (found.note, said) if part))
+
+
+@torch.no_grad()
+def _answers(model: nn.Module, inputs: Tensor) -> list[Tensor]:
+    """The network's outputs.
+
+    Raises:
+        ValueError: If it does not take such inputs.
+    """
+    try:
+        return outputs(model, inputs)
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        shape = tuple(inputs.shape[1:])
+        raise ValueError(f"the model does not take inputs of {shape}: {said}") from error
 
 
 @torch.no_grad()

@@ -350,6 +350,7 @@ def test_radii_are_of_the_size_that_was_audited():
         certify(model, audit(model, (1, 8, 8)), torch.randn(2, 1, 3, 3))
     with pytest.raises(ValueError, match=r"inputs are torch.uint8"):
         certify(model, audit(model, (1, 8, 8)), torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    assert len(certify(model, audit(model, (1, 8, 8)), torch.zeros(0, 1, 8, 8))) == 0
     mixing = Run(lambda x: len(x) * x)
     certify(mixing, audit(mixing, (2,)), torch.ones(1, 2))
     with pytest.raises(ValueError, match="2 inputs together otherwise than each alone"):
