@@ -157,7 +157,6 @@ def audit(
             stored = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
             like = next(stored, torch.zeros(()))
             inputs = inputs.to(like.device, like.dtype, copy=True)  # the network may write to it
-            answers = _answers(model, inputs[:1])
         layers = layer_reports(model, options, progress)
         product = _product(layers)
         apart = [name for name, m in model.named_modules() if own_forward(m)]
@@ -167,6 +166,7 @@ def audit(
             reason = "no input shape was given, so only the layers were read"
             return Audit(layers, math.inf, 0.0, reason, (), product, None, note=note)
         shape = tuple(inputs.shape[1:])
+        answers = _answers(model, inputs[:1])  # after the layers: what is wrong with one is named
         try:
             graph = capture(model, (inputs[:1],))
         except NotCaptured as error:
