@@ -445,6 +445,8 @@ def reproduce(
         takers = steps.TAKES[option]
         if value and not {*takers} & {*names}:
             raise ValueError(f"{name} takes no --{option}; {', '.join(takers)} do")
+    if tiny and folder is not None:
+        raise ValueError(f"--tiny trains on scikit-learn's digits; leave out --folder {folder}")
     if name == "all" and folder is None and not tiny:  # before the others are computed
         raise ValueError(f"table2 needs --folder, one with {steps.table2.ON}; --tiny needs none")
     check_report(out)

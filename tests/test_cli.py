@@ -99,6 +99,7 @@ def test_an_input_the_model_does_not_take(monkeypatch, capsys):
         (["fig1", "--minutes", "5"], "fig1 takes no --minutes; table2, fig3, table3 do"),
         (["fig2", "--minutes", "x"], "'--minutes': 'x' should be a valid number"),
         (["all"], "table2 needs --folder, one with CIFAR-10 and CIFAR-100; --tiny needs none"),
+        (["all", "--tiny", "--folder", "x"], "leave out --folder x"),
         (
             ["table2", "--folder", ".", "--only", "at+lpreg"],
             "no tier has 'at+lpreg'; there are at,",
@@ -287,6 +288,7 @@ def test_train_resume_and_audit_what_came_out(monkeypatch, capsys, tmp_path):
         (["--data", "mnist"], "unknown data 'mnist'"),
         (["--set", "epoch=3"], "did you mean 'epochs'"),
         (["--data", "cifar10"], "needs --folder"),
+        (["--folder", "images"], "not read from images"),
         (["--device", "abacus"], "device 'abacus'"),
     ):
         code, _, err = run(monkeypatch, capsys, *arguments, *wrong)

@@ -132,6 +132,11 @@ def moved(images: Tensor, shifts: Tensor, mirrored: Tensor | None, crop: int) ->
 
 def digits(folder: Path | None = None) -> Data:
     """Scikit-learn's 1,797 digits of 8×8 pixels; every fifth is a test image."""
+    if folder is not None:
+        raise ValueError(
+            f"the digits come with scikit-learn and are not read from {folder}; leave out the "
+            f"folder, or name the data that lies there"
+        )
     try:
         from sklearn.datasets import load_digits
     except ImportError:
