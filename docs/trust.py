@@ -223,7 +223,7 @@ these. Each is counted or refused now, and is a test that failed before (`tests/
   `0.7 * x` lay 2e-8 below 0.7, and that of `1e-46 * x` was 0. `F.interpolate`'s nearest pixels were chosen in float64,
   where a float32 network may choose others: up to 1 %.
 - `certify` took inputs of another size than the audit's, and inputs that change each other's answers: radii 20 times
-  too large.
+  too large. A first check looked at the first input alone, and a network that tells places in a batch apart passed it.
 - `bracket` and `Penalty` read the weight that the hooks of `weight_norm`, `spectral_norm` and `prune` had set in the last
   forward, not the one they will set in the next.
 - A BatchNorm that has diverged (NaN or negative variance) after a convolution kept `audit` busy for ever.

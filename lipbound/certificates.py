@@ -23,7 +23,9 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         source: Logits, ``(batch, classes)``, or the network that computes them.
         audit: Of that network with the weights it has now. Its bound is on the input as the network
             takes it: put a normalization of the pixels inside it to have radii in pixels.
-        inputs: The batch, if ``source`` is a network; it is run in eval mode.
+        inputs: The batch, if ``source`` is a network; it is run in eval mode, on each input alone
+            too, as it was audited. Of many inputs the logits are sooner there, if none of them
+            changes another's.
 
     Returns:
         ``(batch,)`` float64. 0 where nothing can be said: a tie, an infinite bound, logits that
@@ -42,7 +44,6 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         >>> certify(model, audit(model, (2,)), torch.tensor([[3.0, 1.0]]))  # √2 from the diagonal
         tensor([1.4142], dtype=torch.float64)
     """
-    alone = None
     if isinstance(source, nn.Module):
         if inputs is None:
             raise ValueError("certify(model, audit) needs the inputs; or pass the logits")
@@ -54,17 +55,11 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         if not inputs.is_floating_point():
             raise ValueError(f"the inputs are {inputs.dtype}; the network takes floating point")
         with in_eval(source):
-            alone = source(inputs[:1].clone()) if len(inputs) > 1 else None
-            source = source(inputs.clone())
+            source = _logits(source, inputs)
     if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[1] < 2:
         shape = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
         raise ValueError(f"logits must be (batch, classes) with two classes or more, got {shape}")
     logits = source.double()
-    if alone is not None and (alone[0] - source[0]).norm() > 0.01 * source[0].norm():
-        raise ValueError(
-            f"the network answers {len(source)} inputs together otherwise than each alone, as it "
-            f"was audited; pass them one by one"
-        )
     gaps = logits.amax(1, keepdim=True) - logits  # (batch, classes)
     best = logits.argmax(1)
     gains = _pair_gains(audit, logits.shape[1]).to(logits.device)[best]
@@ -73,6 +68,26 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
     others = torch.arange(logits.shape[1], device=best.device) != best[:, None]
     radii = torch.where(others, radii, math.inf).amin(1) * (1 - 1e-12)
     return torch.where(logits.isfinite().all(1), radii, 0.0)
+
+
+def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
+    """What the network says of each input alone, if it says about the same of them together.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    together = model(inputs.clone())  # the network may write to what it gets
+    if len(inputs) < 2 or not isinstance(together, Tensor) or together.ndim != 2:
+        return together
+    alone = torch.cat([model(one.clone()) for one in inputs.split(1)])
+    if alone.shape != together.shape or bool(
+        ((alone - together).norm(dim=1) > 0.01 * together.norm(dim=1)).any()
+    ):
+        raise ValueError(
+            f"the network answers {len(inputs)} inputs together otherwise than each alone, as it "
+            f"was audited; pass them one by one"
+        )
+    return alone
 
 
 def _pair_gains(audit: Audit, classes: int) -> Tensor:

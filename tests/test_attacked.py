@@ -314,12 +314,19 @@ class Counting(nn.Module):
         return self.count * x
 
 
+class Growing(Counting):
+    def forward(self, x):
+        self.count += 1
+        return [x] * self.count
+
+
 UNBOUNDED = {
     "a sum, read out": lambda x: x + 100 * x.sum().item(),
     "a count": lambda x: x + 100 * (x > 0).sum().item(),
     "a size": lambda x: x + 100 * x.nonzero().shape[0],
     "Python's random numbers": lambda x: random.uniform(0, 10) * x,
     "a state of its own": Counting(),
+    "more answers each time": Growing(),
 }
 
 
@@ -351,10 +358,25 @@ def test_radii_are_of_the_size_that_was_audited():
     with pytest.raises(ValueError, match=r"inputs are torch.uint8"):
         certify(model, audit(model, (1, 8, 8)), torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
     assert len(certify(model, audit(model, (1, 8, 8)), torch.zeros(0, 1, 8, 8))) == 0
-    mixing = Run(lambda x: len(x) * x)
-    certify(mixing, audit(mixing, (2,)), torch.ones(1, 2))
-    with pytest.raises(ValueError, match="2 inputs together otherwise than each alone"):
-        certify(mixing, audit(mixing, (2,)), torch.ones(2, 2))
+
+
+MIXING = {
+    "their number": lambda x: len(x) * x,
+    "their places": lambda x: x * torch.arange(1, 1 + len(x))[:, None],
+    "one place alone": lambda x: x * (1 + 9 * (torch.arange(len(x)) == 1))[:, None],
+    "one answer for all": lambda x: x.sum(0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("what", MIXING)
+@pytest.mark.parametrize("first", [0.0, math.nan])
+def test_inputs_that_change_each_others_answers(what, first):
+    mixing, inputs = Run(MIXING[what]), torch.tensor([[0.0, 1.0], [2.0, 1.0], [3.0, 5.0]])
+    found, inputs[0, 0] = audit(mixing, (2,)), first
+    assert len(certify(mixing, found, inputs[1:2])) == 1
+    with pytest.raises(ValueError, match="3 inputs together otherwise than each alone"):
+        certify(mixing, found, inputs)
+    assert certify(nn.ReLU(), audit(nn.ReLU(), (2,)), inputs)[1] == pytest.approx(0.5**0.5)
 
 
 HOOKED = {
