@@ -116,10 +116,10 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
                 _draw_steps(axis, _stepped(arms), colors)
             else:
                 axis.axis("off")
-        last = (left, right, *third)[-1]
+        last = (right, *third)[-1]
         last.legend(
             *left.get_legend_handles_labels(), frameon=False, fontsize=8, loc="center left",
-            bbox_to_anchor=(1, 0.5),
+            bbox_to_anchor=(1 if last.axison else 0, 0.5),
         )  # fmt: skip
         for axis in (left, right, *third):
             tidy(axis)

@@ -87,14 +87,8 @@ TIERS = {
         "robust overfitting is",
         {**FEW, "first": 3500, "held_out": 1 / 7, "epochs": 200, "milestones": (60, 120, 160),
          "batch": 64},
-        {
-            "at": {"arm": "at"},
-            "at+lipreg 0.008": {"arm": "at+lipreg"},
-            "at decay 2e-3": {"arm": "at", "weight_decay": 2e-3},
-            "ours": {**OURS, "weight_decay": 2e-3},
-        },
-        {"at": 3, "at+lipreg 0.008": 3, "at decay 2e-3": 3, "ours": 3},
-        FULL,
+        {"at": {"arm": "at"}, "at+lipreg 0.008": {"arm": "at+lipreg"}},
+        plan=FULL,
     ),
     "B": Tier(
         "PreActResNet-18 on CIFAR-10, 60 epochs, one cycle",
