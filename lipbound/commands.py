@@ -419,7 +419,7 @@ def reproduce(
         typer.Option(help="After which trainings pause; the same command goes on with them."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda, for trainings; the GPU if there is one.")
+        str | None, typer.Option(help="cpu or cuda, for trainings and times; the GPU if any.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of records and figures.")] = Path("reproduced"),
 ) -> None:

@@ -63,6 +63,7 @@ def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
             assert min(line["values"]["bracket"], line["values"]["lipbound"]) >= truth
     groups = json.loads((tmp_path / "table1.json").read_text())["groups"]
     for group in groups.values():
+        assert all(found["ms"] > 0 for found in group["methods"].values())
         for method in ("lipbound", "bracket", "singla"):
             assert group["methods"][method]["least"] >= 1
         assert group["methods"]["farnia_10"]["most"] <= 1 + 1e-9

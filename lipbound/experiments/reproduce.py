@@ -35,7 +35,8 @@ EXPERIMENTS: dict[str, Any] = {
 TRAININGS = ("table2", "fig3", "table3")
 TAKES = {
     "weights": ("fig1", "table1"), "tier": ("table2", "fig3"),
-    **dict.fromkeys(("folder", "only", "minutes", "device"), TRAININGS),
+    "device": ("table1", "table4", *TRAININGS),
+    **dict.fromkeys(("folder", "only", "minutes"), TRAININGS),
 }  # fmt: skip
 """What is asked for → names that heed it."""
 

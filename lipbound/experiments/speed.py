@@ -253,30 +253,42 @@ def speed(
         for name in chosen:
             if name not in known:
                 raise ValueError(f"unknown {kind} {name!r}; there are {', '.join(known)}")
+    return _records(names, place(device), methods)
+
+
+def place(device: str | None) -> torch.device:
+    """The device of that name; the GPU without one, if there is a GPU.
+
+    Raises:
+        ValueError: Where there is none of that name.
+    """
     cuda = torch.cuda.is_available()
     name = device or ("cuda" if cuda else "cpu")
     if name.split(":")[0] not in ("cpu", "cuda") or (name != "cpu" and not cuda):
         raise ValueError(f"device {name!r} is not here; use cpu{' or cuda' if cuda else ''}")
-    return _records(names, torch.device(name), methods)
+    return torch.device(name)
 
 
 def _records(
-    names: Sequence[str], place: torch.device, methods: Sequence[str]
+    names: Sequence[str], device: torch.device, methods: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     context = {
         "benchmark": "speed",
-        "device": _processor() if place.type == "cpu" else torch.cuda.get_device_name(place),
+        "device": processor(device),
         "torch": torch.__version__,
         "lipbound": lipbound.__version__,
         "seed": 0,
     }
-    per_ms = bandwidth(place)
+    per_ms = bandwidth(device)
     for name in names:
         torch.manual_seed(0)
-        yield {**context, **measure(name, place, methods, per_ms)}
+        yield {**context, **measure(name, device, methods, per_ms)}
 
 
-def _processor() -> str:
+def processor(device: torch.device) -> str:
+    """What a record says of where its times were measured."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     return f"{torch.get_num_threads()} CPU threads, {platform.machine()}"
 
 

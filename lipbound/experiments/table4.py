@@ -27,7 +27,7 @@ PAPER = {
 
 def compute(request: Request) -> dict[str, Any]:
     names = ("squeezenet1_1",) if request.tiny else NAMES
-    return from_bench(list(speed(names, methods=("lipbound", "power"))))
+    return from_bench(list(speed(names, request.device, ("lipbound", "power"))))
 
 
 def from_bench(records: list[dict[str, Any]]) -> dict[str, Any]:
