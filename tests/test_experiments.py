@@ -16,7 +16,7 @@ from scipy.stats import t as student
 from test_cli import run
 from torch._dynamo.utils import counters
 
-from lipbound.experiments import audits, fig3, gaps, table2, trainings
+from lipbound.experiments import audits, fig3, gaps, table1, table2, table3, table4, trainings
 from lipbound.experiments.gaps import difference
 from lipbound.experiments.reproduce import EXPERIMENTS, report, write_figure
 from lipbound.experiments.trainings import work
@@ -55,6 +55,7 @@ def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
     for name, module in EXPERIMENTS.items():
         record = json.loads((tmp_path / f"{name}.json").read_text())
         assert report(record) in out, "the report is made from the record alone"
+        assert name == "fig1" or record["paper"], "what the paper has is beside it"
         if hasattr(module, "figure"):
             first = next(tmp_path.glob(f"{name}.[sp][vn]g")).read_bytes()
             assert write_figure(record, tmp_path).read_bytes() == first
@@ -71,6 +72,29 @@ def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
         assert panel["highest_sample"] <= panel["upper"]
     code, _, err = run(monkeypatch, capsys, "reproduce", "table9")
     assert (code, "unknown 'table9'" in err) == (2, True)
+
+
+def test_the_numbers_called_the_papers(shared):
+    paper = json.loads((shared / "paper" / "tables.json").read_text())
+    thesis = paper["figure3_jacobian_and_iterations"]["from the first author's thesis"]
+    names = {
+        "polygrid": "lipbound", "at+pm": "at_pm", "at+lipreg": "at_lipreg",
+        "lipreg": "lipreg_without_at", "at+lipreg 0.0006": "at_lipreg_0.0006",
+        "at+lipreg 0.001": "at_lipreg_0.0010",
+    }  # fmt: skip
+
+    kernels, cifar = paper["table1_kernels"], paper["table2_cifar"]
+    for ours, theirs, entry in (
+        *((rows, kernels[g.replace("×", "x")], lambda row: tuple(row[:3]))
+          for g, rows in table1.PAPER.items()),
+        *((arms, cifar[data], lambda row: tuple(mean for mean, _ in row))
+          for data, arms in table2.PAPER.items()),
+        (table3.PAPER, paper["table3_imagenet"], tuple),
+        (table4.PAPER, paper["table4_networks"], lambda row: (row[0], row[2])),
+        (fig3.PAPER[fig3.MEANS], thesis["mean_jacobian_norm"], float),
+        (fig3.PAPER[fig3.STEPS], thesis["cw_0.8_accuracy_20_to_200_iterations"], tuple),
+    ):  # fmt: skip
+        assert ours == {name: entry(theirs[names.get(name, name)]) for name in ours}
 
 
 TINY = replace(table2.TINY, common={"epochs": 1, "check": 20, "batch": 256}, images=8, jacobians=2)

@@ -1,7 +1,7 @@
 """Reproduce a table or figure of the paper: compute → record → report.
 
-The record holds what was measured, with the seed and the machine; the report and the figure are
-made from it and from nothing else.
+The record holds what was measured, with the seed and the machine, and the paper's numbers; the
+report and the figure are made from it and from nothing else.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def run(name: str, request: Request) -> dict[str, Any]:
         "tiny": request.tiny,
         "weights": on or ([module.ON] if hasattr(module, "ON") else files),
         **measured,
+        **({"paper": module.PAPER} if hasattr(module, "PAPER") else {}),
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(),
     }
