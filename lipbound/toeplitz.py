@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lipbound.geometry import Convolution, Layer, convolution
+from lipbound.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -295,4 +296,5 @@ def exact(layer: Layer, input_shape: Sequence[int], **geometry: object) -> float
     # The tops of these spectra are crowded, so a large Krylov space; svds squares the tolerance,
     # and an eigenvalue's error is the square of its vector's: 1e-10 residuals are plenty.
     options = {"k": 1, "v0": start, "tol": 1e-5, "ncv": 40, "return_singular_vectors": False}
-    return float(svds(linear * (1 / scale), **options)[0]) * scale
+    with one_blas_thread():
+        return float(svds(linear * (1 / scale), **options)[0]) * scale
