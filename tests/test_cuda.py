@@ -15,6 +15,7 @@ import lipbound
 from lipbound import Penalty
 from lipbound.experiments.layer_checks import check_layers
 from lipbound.experiments.network_checks import check_networks
+from lipbound.experiments.table1 import METHODS
 from lipbound.kernels import plain
 from lipbound.robust.evaluate import evaluate, outcomes
 from lipbound.robust.models import WideResNet
@@ -185,6 +186,13 @@ def test_brackets_are_those_of_the_processor(channels, rtol):
     assert found.upper <= found.lower * (1 + rtol)
     assert truth.lower <= found.upper * (1 + 1e-12)
     assert found.lower <= truth.upper * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_methods_of_table1(method):
+    torch.manual_seed(0)
+    kernel, (_, measure) = torch.randn(32, 24, 3, 3), METHODS[method]
+    assert measure(kernel.cuda(), 16) == pytest.approx(measure(kernel, 16), rel=2e-3)
 
 
 def test_floor_and_gradient_scaler():
