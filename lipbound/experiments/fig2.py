@@ -27,6 +27,7 @@ METHODS = {"bracket": "ours (bracket)", "lipbound": "LipBound, S = 1024", "polyg
 def compute(request: Request) -> dict[str, Any]:
     lines = []
     for channels, side in SHAPES[:2] if request.tiny else SHAPES:
+        request.say(f"{channels}×{side}×{side}: σ1 at growing sizes")
         torch.manual_seed(0)
         stacked = torch.nn.Conv2d(1, channels, side).weight.detach().double()
         kernel = stacked.transpose(0, 1)  # one row, as LipBound reads it; σ1 is the same

@@ -64,12 +64,14 @@ def compute(request: Request) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"input_size": size, "timed_on": processor(device), "groups": {}}
     for name, kernels in groups.items():
+        request.say(f"{name}: σ1 of {len(kernels)} kernels")
         truth = [exact(k, (size, size)) for k in kernels]
         timed = [
             k.to(device, torch.float32) for k in _spread(kernels, 1 if request.tiny else TIMED)
         ]
         columns: dict[str, Any] = {}
-        for method, (_, measure) in METHODS.items():
+        for method, (title, measure) in METHODS.items():
+            request.say(f"{name}: {title}")
             ratios = [measure(k, size) / sigma for k, sigma in zip(kernels, truth, strict=True)]
             times = [milliseconds(partial(measure, k, size), device, repeats=3) for k in timed]
             columns[method] = {

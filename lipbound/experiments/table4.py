@@ -27,7 +27,11 @@ PAPER = {
 
 def compute(request: Request) -> dict[str, Any]:
     names = ("squeezenet1_1",) if request.tiny else NAMES
-    return from_bench(list(speed(names, request.device, ("lipbound", "power"))))
+    records = []
+    for record in speed(names, request.device, ("lipbound", "power")):
+        request.say(record["network"])
+        records.append(record)
+    return from_bench(records)
 
 
 def from_bench(records: list[dict[str, Any]]) -> dict[str, Any]:
