@@ -122,15 +122,7 @@ def _steps(tiers: dict[str, Arms]) -> str:
         return ""
     for label, both in PAPER[STEPS].items():
         rows.append(["the paper's", label, "0.8", *_fell(*both), "20, 200"])
-    heads = [
-        "tier",
-        "arm",
-        "C&W radius",
-        "few steps",
-        "ten times as many",
-        "lost",
-        "steps a search",
-    ]
+    heads = ["tier", "arm", "C&W radius", "few steps", "ten times as many", "lost", "steps"]
     return f"\n{table(heads, rows)}\n"
 
 

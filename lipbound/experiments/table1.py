@@ -36,6 +36,7 @@ METHODS: dict[str, tuple[str, Callable[[Tensor, int], float]]] = {
         "ours at this size, certified",
         lambda k, n: bracket(k, input_shape=(n, n)).upper,
     ),
+    "exact": ("σ1 itself (`exact`)", lambda k, n: exact(k, (n, n))),
 }
 PAPER = {
     "1×3×3": {"sedghi": (0.431, 0.042, 1088), "singla": (1.293, 0.126, 1.9),
