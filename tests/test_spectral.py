@@ -77,6 +77,24 @@ def test_finite_size_bracket_holds_the_svd(name, rtol):
         found = bracket(layer, rtol, input_shape=size)
         assert found.lower * ROUNDING <= truth <= found.upper / ROUNDING
         assert found.upper <= bracket(layer, rtol).upper * (1 + 1e-12)
+        assert found.lower >= truth * (1 - rtol)
+
+
+@pytest.mark.parametrize("rtol", [0.1, 1e-3, 1e-6])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(8, 4, 5, stride=2, padding=2, groups=2),
+        nn.Conv2d(4, 4, 3, dilation=2), nn.ConvTranspose2d(4, 3, 4, stride=2, padding=1),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_lower_end_by_lanczos_is_near_the_svd(layer, rtol):
+    nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
+    truth = spectral_norm(operator_matrix(layer, (14, 14)))
+    found = bracket(layer, rtol, input_shape=(14, 14))
+    assert truth * (1 - rtol / 10) <= found.lower <= truth / ROUNDING
 
 
 def twin_peaks() -> torch.Tensor:
