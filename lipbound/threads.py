@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -29,7 +30,7 @@ def one_blas_thread() -> Iterator[None]:
         return
     with _lock:
         if _holders == 0:
-            _limits.enter_context(controller.limit(limits=1, user_api="blas"))
+            _limits.enter_context(controller.limit(limits=1))
         _holders += 1
     try:
         yield
@@ -47,7 +48,9 @@ def _controller() -> Any:
         from threadpoolctl import ThreadpoolController
     except ImportError:
         return None
-    return ThreadpoolController()
+    found, torchs = ThreadpoolController(), Path(torch.__file__).parent
+    paths = [library["filepath"] for library in found.select(user_api="blas").info()]
+    return found.select(filepath=[path for path in paths if torchs not in Path(path).parents])
 
 
 def side_by_side(work: Callable[[slice], None], count: int, threads: int | None = None) -> None:

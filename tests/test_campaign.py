@@ -235,17 +235,19 @@ def test_windows_of_padding_alone_are_no_violation():
 
 
 def test_the_blas_limit_goes_with_the_last_who_asked():
-    def threads():
+    def threads(torchs=False):
         return [lib.num_threads for lib in ThreadpoolController().lib_controllers
-                if lib.user_api == "blas"]  # fmt: skip
+                if lib.user_api == "blas" and ("/torch/" in lib.filepath) == torchs]  # fmt: skip
 
     with one_blas_thread():
         pass  # all libraries are loaded now
     with ThreadpoolController().limit(limits=2, user_api="blas"):
         before, one, two = threads(), one_blas_thread(), one_blas_thread()
+        assert set(before) == {2}
         one.__enter__()
         two.__enter__()
         one.__exit__(None, None, None)  # in another order than they came
-        assert set(threads()) <= {1}
+        assert set(threads()) == {1}
+        assert set(threads(torchs=True)) <= {2}, "torch keeps its own"
         two.__exit__(None, None, None)
         assert threads() == before
