@@ -282,8 +282,6 @@ def exact(layer: Layer, input_shape: Sequence[int], **geometry: object) -> float
         >>> round(exact(torch.ones(1, 1, 3), (50,)), 4)  # 1 + 2cos(π/51)
         2.9962
     """
-    from scipy.sparse.linalg import svds
-
     conv = convolution(layer, input_shape=input_shape, **geometry)  # type: ignore[arg-type]
     linear = operator(conv, conv.input_size or ())
     scale = float(conv.kernel.detach().abs().max())
@@ -292,9 +290,20 @@ def exact(layer: Layer, input_shape: Sequence[int], **geometry: object) -> float
     if min(linear.shape) <= DENSE and max(linear.shape) <= 8 * DENSE:
         matrix = operator_matrix(conv, conv.input_size or ()).toarray() / scale
         return float(np.linalg.norm(matrix, 2)) * scale
-    start = np.random.default_rng(0).standard_normal(min(linear.shape))
-    # The tops of these spectra are crowded, so a large Krylov space; svds squares the tolerance,
-    # and an eigenvalue's error is the square of its vector's: 1e-10 residuals are plenty.
-    options = {"k": 1, "v0": start, "tol": 1e-5, "ncv": 40, "return_singular_vectors": False}
-    with one_blas_thread():
-        return float(svds(linear * (1 / scale), **options)[0]) * scale
+    # The tops of these spectra are crowded, so a large Krylov space; an eigenvalue's error is the
+    # square of its vector's: 1e-10 residuals are plenty.
+    draw, options = np.random.default_rng(0), {"ncv": 40, "return_singular_vectors": False}
+    return float(leading(linear * (1 / scale), draw, 1e-10, **options)[0]) * scale
+
+
+def leading(linear: LinearOperator, draw: np.random.Generator, tol: float, **options: Any) -> Any:
+    """What ``svds`` finds of the largest singular value, from a random start.
+
+    Args:
+        tol: Of the residual of its square; the value itself is far closer.
+    """
+    from scipy.sparse.linalg import svds
+
+    start = draw.standard_normal(min(linear.shape))
+    with one_blas_thread():  # others would stand in the way of torch's, between two convolutions
+        return svds(linear, k=1, v0=start, tol=math.sqrt(tol), **options)  # which squares it

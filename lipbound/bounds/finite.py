@@ -37,8 +37,7 @@ from lipbound.bounds.field import Field, Integers
 from lipbound.bounds.rounding import UNIT, gamma
 from lipbound.bounds.search import Search
 from lipbound.geometry import Convolution
-from lipbound.threads import one_blas_thread
-from lipbound.toeplitz import apply, operator
+from lipbound.toeplitz import apply, leading, operator
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def attained(conv: Convolution, rtol: float) -> float:
     absolute values, and the operator with absolute values has norm at most ‖Σ|K|‖_F times the
     padding's.
     """
-    from scipy.sparse.linalg import ArpackError, svds
+    from scipy.sparse.linalg import ArpackError
 
     assert conv.input_size is not None
     linear = operator(conv, conv.input_size)
@@ -173,11 +172,7 @@ def attained(conv: Convolution, rtol: float) -> float:
     else:
         draw = np.random.default_rng(0)
         try:
-            start = draw.standard_normal(min(linear.shape))
-            # svds squares its tolerance, and stops at residuals that small: far more is attained.
-            tol = math.sqrt(rtol / 10)
-            with one_blas_thread():  # it would fight torch's between two convolutions
-                vector = svds(linear, k=1, v0=start, tol=tol, maxiter=2000)[2][0]
+            vector = leading(linear, draw, rtol / 10, maxiter=2000)[2][0]
         except ArpackError:  # no convergence, or no input reaches an output: any vector may witness
             vector = draw.standard_normal(linear.shape[1])
     shape = (1, conv.in_channels, *conv.input_size)

@@ -1,7 +1,7 @@
 """Reproduce a table or figure of the paper: compute → record → report.
 
-The record holds what was measured, with the seed and the machine, and the paper's numbers; the
-report and the figure are made from it and from nothing else.
+The record holds what was measured, with the seed and the machine, and the paper's numbers, which
+are the module's; the report and the figure are made from these and from nothing else.
 """
 
 from __future__ import annotations

@@ -65,34 +65,37 @@ def compute(request: Request) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"input_size": size, "timed_on": processor(device), "groups": {}}
     for name, kernels in groups.items():
-        request.say(f"{name}: σ1 of {len(kernels)} kernels")
-        truth = [exact(k, (size, size)) for k in kernels]
-        timed = [
-            k.to(device, torch.float32) for k in _spread(kernels, 1 if request.tiny else TIMED)
-        ]
-        columns: dict[str, Any] = {}
+        some = _spread(kernels, 1 if request.tiny else TIMED)
+        timed = [k.to(device, torch.float32) for k in some]
+        values, times = {}, {}
         for method, (title, measure) in METHODS.items():
-            request.say(f"{name}: {title}")
-            ratios = [measure(k, size) / sigma for k, sigma in zip(kernels, truth, strict=True)]
-            times = [milliseconds(partial(measure, k, size), device, repeats=3) for k in timed]
-            columns[method] = {
-                "ratio": statistics.mean(ratios),
-                "std": statistics.stdev(ratios),
-                "least": min(ratios),
-                "most": max(ratios),
-                "ms": round(statistics.median(times), 4),
-            }
+            request.say(f"{name}, {len(kernels)} kernels: {title}")
+            values[method] = [measure(k, size) for k in kernels]
+            times[method] = [
+                milliseconds(partial(measure, k, size), device, repeats=3) for k in timed
+            ]
+        columns = {m: _column(values[m], values["exact"], times[m]) for m in METHODS}
         result["groups"][name] = {"kernels": len(kernels), "methods": columns}
     return result
+
+
+def _column(values: list[float], truth: list[float], times: list[float]) -> dict[str, float]:
+    ratios = [value / sigma for value, sigma in zip(values, truth, strict=True)]
+    return {
+        "ratio": statistics.mean(ratios),
+        "std": statistics.stdev(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "ms": round(statistics.median(times), 4),
+    }
 
 
 def _spread(items: list[Any], count: int) -> list[Any]:
     """So many of them, evenly over the list."""
     if len(items) <= count:
         return items
-    if count == 1:
-        return items[:1]
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+    step = (len(items) - 1) / max(1, count - 1)
+    return [items[round(i * step)] for i in range(count)]
 
 
 def _row(kernel: Tensor, inputs: int) -> Tensor:
