@@ -88,7 +88,8 @@ TIERS = {
         {**FEW, "first": 3500, "held_out": 1 / 7, "epochs": 200, "milestones": (60, 120, 160),
          "batch": 64},
         {"at": {"arm": "at"}, "at+lipreg 0.008": {"arm": "at+lipreg"}},
-        plan=FULL,
+        {"at": 3, "at+lipreg 0.008": 3},
+        FULL,
     ),
     "B": Tier(
         "PreActResNet-18 on CIFAR-10, 60 epochs, one cycle",
