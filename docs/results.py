@@ -273,8 +273,8 @@ training (`at`), medians over rounds in which the arms take turns.
 
 {table(["network", "step, `at`", "epoch", *(f"`{arm}`" for arm in arms[1:])], rows)}
 
-`at+pm` is the paper's power method with ten iterations; `at+spectral` follows σ1 of every layer. Both were
-measured before their penalties were replayed as CUDA graphs.
+`at+pm` is the paper's power method with ten iterations; `at+spectral` follows σ1 of every layer. Every
+penalty is replayed as a CUDA graph.
 
 `python -m lipbound.experiments.kills`: a run killed (SIGKILL) {killed["kills"]} times at random moments and resumed;
 against one left alone {len(killed["wrong"])} tensors of its weights and state differ. ({kills["device"]}, torch {kills["torch"]}.)

@@ -355,7 +355,7 @@ def _differences(cells: list[dict[str, Any]]) -> str:
         "Differences between final networks of the same seeds, in points, with 95 % intervals "
         "over images and seeds (of one seed: over images alone), on all images over seeds. "
         f"**Bold** where {SEEDS} seeds or more leave zero outside"
-        + (f"; of {count} intervals chance alone does that to {0.05 * count:.0f} or so" if count
+        + (f"; of {count} intervals chance alone does that to {0.05 * count:.1g} or so" if count
            else "")
         + ".\n\n" + table(["", *GAPS], rows) + "\n"
         + ("\n" + "\n".join(said) + "\n" if said else "")
