@@ -122,7 +122,8 @@ def report(record: dict[str, Any]) -> str:
 
 Ratios to σ1 at {n}×{n} inputs, mean ± standard deviation; below 1 the method understates.
 Milliseconds are medians of one kernel alone, float32, on {record["timed_on"]} (the paper's: Tesla
-V100); the brackets are searches of many short operations, made to take a network's layers together.
+V100). A kernel alone is mostly the launching of short operations, for LipBound as for the bracket;
+both are made to take a network's layers together (Table 4 times LipBound so).
 
 {body}
 
