@@ -94,7 +94,7 @@ def test_an_input_the_model_does_not_take(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["fig2", "--weights", "x.pt"], "fig2 takes no --weights; fig1, table1 do"),
+        (["table4", "--weights", "x.pt"], "table4 takes no --weights; fig1, fig2, table1 do"),
         (["table3", "--tier", "A"], "table3 takes no --tier; table2, fig3 do"),
         (["fig1", "--minutes", "5"], "fig1 takes no --minutes; table2, fig3, table3 do"),
         (["fig1", "--device", "cpu"], "fig1 takes no --device; table1, table4, table2,"),

@@ -59,9 +59,12 @@ def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
         if hasattr(module, "figure"):
             first = next(tmp_path.glob(f"{name}.[sp][vn]g")).read_bytes()
             assert write_figure(record, tmp_path).read_bytes() == first
-    for line in json.loads((tmp_path / "fig2.json").read_text())["lines"]:
+    lines = json.loads((tmp_path / "fig2.json").read_text())["lines"]
+    for line in lines:
         for truth in line["truth"].values():
             assert min(line["values"]["bracket"], line["values"]["lipbound"]) >= truth
+    trained = [line["kernel"] for line in lines if line["of"] != "random"]
+    assert trained == ["6×3×3", "6×3×3", "32×16×3×3"]
     groups = json.loads((tmp_path / "table1.json").read_text())["groups"]
     for group in groups.values():
         assert all(found["ms"] > 0 for found in group["methods"].values())
@@ -72,6 +75,16 @@ def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
         assert panel["highest_sample"] <= panel["upper"]
     code, _, err = run(monkeypatch, capsys, "reproduce", "table9")
     assert (code, "unknown 'table9'" in err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["fig1", "fig2", "table1"])
+def test_weights_without_a_kernel_to_show(monkeypatch, capsys, tmp_path, name):
+    save_file({"head.weight": torch.ones(4, 4, 1, 1)}, tmp_path / "points.safetensors")
+    arguments = ["--weights", str(tmp_path / "points.safetensors"), "--out", str(tmp_path)]
+    code, out, err = run(monkeypatch, capsys, "reproduce", name, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "points.safetensors: " in err
+    assert f"{name} wants " in err
 
 
 def test_the_numbers_called_the_papers(shared):

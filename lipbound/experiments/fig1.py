@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipbound import bracket, symbol
 from lipbound.experiments.request import Request
-from lipbound.experiments.source import trained_layers
+from lipbound.experiments.source import spread, strongest, wide_layers
 
 FORMAT = "png"  # filled contours are large as vectors
 SAMPLES = 65
@@ -29,17 +29,9 @@ def compute(request: Request) -> dict[str, Any]:
         f"random {c}×{s}×{s}": torch.randn(1, c, s, s, generator=draw) / (c * s * s) ** 0.5
         for c, s in SHAPES
     }
-    layers = [
-        (n, k) for n, k in trained_layers(request.weights) if k.shape[2] > 1 and k.shape[1] >= 9
-    ]
-    if not layers:
-        raise ValueError(
-            f"{', '.join(str(path) for path in request.weights)}: no kernel of two axes and 9 or "
-            f"more input channels; fig1 wants some"
-        )
-    for index in np.linspace(0, len(layers) - 1, 2 if request.tiny else 4).round().astype(int):
-        name, kernel = layers[index]
-        row = int(kernel.flatten(1).norm(dim=1).argmax())
+    layers = wide_layers(request.weights, 9, "fig1")
+    for name, kernel in spread(layers, 2 if request.tiny else 4):
+        row = strongest(kernel)
         kernels[f"{name}, row {row}"] = kernel[row : row + 1]
     axis = torch.linspace(-torch.pi, torch.pi, samples, dtype=torch.float64)
     points = torch.cartesian_prod(axis, axis)

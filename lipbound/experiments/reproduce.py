@@ -34,7 +34,7 @@ EXPERIMENTS: dict[str, Any] = {
 """Name → module."""
 TRAININGS = ("table2", "fig3", "table3")
 TAKES = {
-    "weights": ("fig1", "table1"), "tier": ("table2", "fig3"),
+    "weights": ("fig1", "fig2", "table1"), "tier": ("table2", "fig3"),
     "device": ("table1", "table4", *TRAININGS),
     **dict.fromkeys(("folder", "only", "minutes"), TRAININGS),
 }  # fmt: skip

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from lipbound import demo
 from lipbound.sources import read_weights
+
+Item = TypeVar("Item")
 
 
 def trained_layers(weights: Sequence[Path]) -> list[tuple[str, Tensor]]:
@@ -21,3 +25,33 @@ def trained_layers(weights: Sequence[Path]) -> list[tuple[str, Tensor]]:
     if not weights:
         found = [(k.removesuffix(".weight"), t) for k, t in demo.network().state_dict().items()]
     return [(name, t.detach().double()) for name, t in found if t.ndim == 4]
+
+
+def wide_layers(weights: Sequence[Path], inputs: int, wanted_by: str) -> list[tuple[str, Tensor]]:
+    """Those with so many input channels or more that are larger than a point."""
+    found = [(n, k) for n, k in trained_layers(weights) if k.shape[2] > 1 and k.shape[1] >= inputs]
+    if not found:
+        raise ValueError(
+            f"{', '.join(str(path) for path in weights)}: no kernel of two axes and {inputs} or "
+            f"more input channels; {wanted_by} wants some"
+        )
+    return found
+
+
+def spread(items: list[Item], count: int) -> list[Item]:
+    """So many of them, evenly over the list."""
+    if len(items) <= count:
+        return items
+    step = (len(items) - 1) / max(1, count - 1)
+    return [items[round(i * step)] for i in range(count)]
+
+
+def strongest(kernel: Tensor) -> int:
+    """The output channel of the largest weights."""
+    return int(kernel.flatten(1).norm(dim=1).argmax())
+
+
+def row(kernel: Tensor, inputs: int) -> Tensor:
+    """That output channel alone, and its first input channels."""
+    index = strongest(kernel)
+    return torch.clone(kernel[index : index + 1, :inputs])

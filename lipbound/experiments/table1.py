@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lipbound import bound, bracket, estimate, exact
 from lipbound.experiments.request import Request
-from lipbound.experiments.source import trained_layers
+from lipbound.experiments.source import row, spread, trained_layers
 from lipbound.experiments.speed import milliseconds, place, processor
 from lipbound.records import digits, table
 
@@ -59,13 +59,13 @@ def compute(request: Request) -> dict[str, Any]:
             f"{len(wide)} of them with 32 or more input channels; table1 wants two at least"
         )
     groups: dict[str, list[Tensor]] = {
-        "1×3×3": [_row(k, 1) for _, k in _spread(layers, count)],
-        "32×3×3": [_row(k, 32) for _, k in _spread(wide, count)],
-        "whole layers": [k for _, k in _spread(layers, count)],
+        "1×3×3": [row(k, 1) for _, k in spread(layers, count)],
+        "32×3×3": [row(k, 32) for _, k in spread(wide, count)],
+        "whole layers": [k for _, k in spread(layers, count)],
     }
     result: dict[str, Any] = {"input_size": size, "timed_on": processor(device), "groups": {}}
     for name, kernels in groups.items():
-        some = _spread(kernels, 1 if request.tiny else TIMED)
+        some = spread(kernels, 1 if request.tiny else TIMED)
         timed = [k.to(device, torch.float32) for k in some]
         values, times = {}, {}
         for method, (title, measure) in METHODS.items():
@@ -88,20 +88,6 @@ def _column(values: list[float], truth: list[float], times: list[float]) -> dict
         "most": max(ratios),
         "ms": round(statistics.median(times), 4),
     }
-
-
-def _spread(items: list[Any], count: int) -> list[Any]:
-    """So many of them, evenly over the list."""
-    if len(items) <= count:
-        return items
-    step = (len(items) - 1) / max(1, count - 1)
-    return [items[round(i * step)] for i in range(count)]
-
-
-def _row(kernel: Tensor, inputs: int) -> Tensor:
-    """The output channel of the largest weights, and its first input channels."""
-    row = int(kernel.flatten(1).norm(dim=1).argmax())
-    return torch.clone(kernel[row : row + 1, :inputs])
 
 
 def report(record: dict[str, Any]) -> str:
