@@ -101,10 +101,10 @@ def robustness(tiers: dict[str, list[dict]], imagenette: list[dict]) -> str:
   of it ({", ".join(label.split()[1] for label in [*table2.LIPREG][1:])}) only loses. On all of CIFAR-10 (tier B: PreActResNet-18, one seed) it does to clean accuracy and
   Jacobians what it does in the paper ({norms["at"]} → {norms[lipreg]}, the paper's {theirs["at"]:g} → {theirs["at+lipreg"]:g}), is better under C&W 0.8 ({told(full, lipreg, "C&W 0.8")})
   and worse under PGD ({told(full, lipreg, "PGD")}).
-- **Where AT overfits, C&W gains a little and PGD nothing.** In tier A it does not overfit (PGD on images held out: {peak:.1f} % at its peak,
-  {end:.1f} at the end), so tier O goes 200 times over 3,000 images ({len(spent[0])} seeds): there AT falls from {falls[0][0]:.1f} to {falls[0][1]:.1f}, and with the regularizer
+- **Where AT overfits it gains a little under C&W and nothing under PGD.** In tier A AT does not overfit (PGD on images held out: {peak:.1f} %
+  at its peak, {end:.1f} at the end), so tier O goes 200 times over 3,000 images ({len(spent[0])} seeds): there AT falls from {falls[0][0]:.1f} to {falls[0][1]:.1f}, and with the regularizer
   from {falls[1][0]:.1f} to {falls[1][1]:.1f}. Its final networks have {told(often, lipreg, "C&W 0.6")} under C&W 0.6 and {told(often, lipreg, "C&W 0.8")} under C&W 0.8: the paper's
-  direction, not its size ({100 * paper["C&W 0.6"]:+.1f} and {100 * paper["C&W 0.8"]:+.1f}). Under PGD it is {told(often, lipreg, "PGD")}. Stopping early is worth more: at its best epoch AT has
+  direction (at 0.6 barely), not its size ({100 * paper["C&W 0.6"]:+.1f} and {100 * paper["C&W 0.8"]:+.1f}). Under PGD it is {told(often, lipreg, "PGD")}. Stopping early is worth more: at its best epoch AT has
   {early[0]:+.1f} under PGD on test images over its last, with the regularizer {early[1]:+.1f}.
 - **Plain adversarial training does as well**: in tier B it has {shown(of_full["at"][0])} % clean / under PGD after 60 epochs, the paper's AT+LipReg
   (WRN-28-10, 200 epochs) {100 * clean:.1f} / {100 * pgd:.1f}. In tier A a larger weight decay gains {told(few, "at decay 2e-3", "PGD-10 (all)")} under PGD on all images.

@@ -29,11 +29,12 @@ def trained_layers(weights: Sequence[Path]) -> list[tuple[str, Tensor]]:
 
 def wide_layers(weights: Sequence[Path], inputs: int, wanted_by: str) -> list[tuple[str, Tensor]]:
     """Those with so many input channels or more that are larger than a point."""
-    found = [(n, k) for n, k in trained_layers(weights) if k.shape[2] > 1 and k.shape[1] >= inputs]
+    known = trained_layers(weights)
+    found = [(n, k) for n, k in known if max(k.shape[2:]) > 1 and k.shape[1] >= inputs]
     if not found:
         raise ValueError(
-            f"{', '.join(str(path) for path in weights)}: no kernel of two axes and {inputs} or "
-            f"more input channels; {wanted_by} wants some"
+            f"{', '.join(str(path) for path in weights)}: no kernel of two axes, larger than "
+            f"1×1, with {inputs} or more input channels; {wanted_by} wants some"
         )
     return found
 
