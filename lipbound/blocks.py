@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lipbound.bounds import brackets
+from lipbound.bounds.rounding import norm_above
 from lipbound.geometry import Layer
 from lipbound.progress import Progress, silent
 from lipbound.rules import Linear, Step, Value
@@ -402,6 +403,6 @@ def certified(
             out = weights.sides[block + 1].exp().reshape(-1, 1, *tail)
             inner = weights.inner[block].exp().reshape(1, -1, *tail)
             size = out * chain.blocks[block].sizes() / inner
-        slack = ROUNDING * math.sqrt(kernel[0, 0].numel()) * float(size.norm())
+        slack = up(ROUNDING * math.sqrt(kernel[0, 0].numel()) * norm_above(size))
         total = up(total * up(found[str(index)].upper + slack))
     return total, head

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lipbound.bounds.rounding import norms_above
 from lipbound.modes import in_eval
 from lipbound.network import Audit
 
@@ -15,9 +16,11 @@ from lipbound.network import Audit
 def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = None) -> Tensor:
     r"""L2 radii around the inputs within which the predicted class cannot change.
 
-    With i the prediction, :math:`\min_j (f_i - f_j) / L_{ij}`. Where the network ends in a Linear
-    layer with rows w, :math:`L_{ij} = L_{features} \|w_i - w_j\|`; else, the difference of two
-    entries being √2-Lipschitz, :math:`L_{ij} = \sqrt2\,L`.
+    With i the prediction, :math:`\min_j (f_i - f_j - 2 E_{ij}) / L_{ij}`. Where the network ends in
+    a Linear layer with rows w, :math:`L_{ij} = L_{features} \|w_i - w_j\|`; else, the difference of
+    two entries being √2-Lipschitz, :math:`L_{ij} = \sqrt2\,L`. E is the same with the audit's error
+    in place of L: how far the network may be from a function that has the constant L, once at the
+    input and once where it has moved to. It is 0 unless an operation jumps, as softplus does.
 
     Args:
         source: Logits, ``(batch, classes)``, or the network that computes them.
@@ -60,11 +63,11 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         shape = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
         raise ValueError(f"logits must be (batch, classes) with two classes or more, got {shape}")
     logits = source.double()
-    gaps = logits.amax(1, keepdim=True) - logits  # (batch, classes)
     best = logits.argmax(1)
-    gains = _pair_gains(audit, logits.shape[1]).to(logits.device)[best]
+    gains, errors = (table.to(logits.device)[best] for table in _pairs(audit, logits.shape[1]))
+    gaps = logits.amax(1, keepdim=True) - logits - 2 * errors  # (batch, classes)
     radii = torch.where(gains > 0, gaps / gains, math.inf)
-    radii = torch.where(gains == math.inf, 0.0, radii)
+    radii = torch.where((gaps > 0) & (gains < math.inf), radii, 0.0)
     others = torch.arange(logits.shape[1], device=best.device) != best[:, None]
     radii = torch.where(others, radii, math.inf).amin(1) * (1 - 1e-12)
     return torch.where(logits.isfinite().all(1), radii, 0.0)
@@ -90,17 +93,27 @@ def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
     return alone
 
 
-def _pair_gains(audit: Audit, classes: int) -> Tensor:
-    """A Lipschitz constant of f_i − f_j for every pair."""
-    gain = math.sqrt(2) * audit.upper * (1 + 1e-15)
-    whole = torch.full((classes, classes), gain, dtype=torch.float64)
+def _pairs(audit: Audit, classes: int) -> tuple[Tensor, Tensor]:
+    """For every pair a Lipschitz constant of f_i − f_j, and how far from it that may be."""
+    whole = torch.full((classes, classes), math.sqrt(2) * (1 + 1e-15), dtype=torch.float64)
+    gains, errors = _above(audit.upper, whole), _above(audit.error, whole)
     if audit.head is None:
-        return whole
+        return gains, errors
     if len(audit.head) != classes:
         raise ValueError(
             f"the logits have {classes} classes, the audited network has {len(audit.head)}; pass "
             f"the audit of this network"
         )
     rows = audit.head.double().cpu()
-    pairs = (rows[:, None] - rows[None]).norm(dim=2) * (1 + 1e-12)
-    return torch.minimum(whole, audit.features * pairs)
+    pairs = torch.stack([norms_above(row - rows) for row in rows])
+    return (
+        torch.minimum(gains, _above(audit.features, pairs)),
+        torch.minimum(errors, _above(audit.features_error, pairs)),
+    )
+
+
+def _above(factor: float, numbers: Tensor) -> Tensor:
+    """The product, rounded up where it is not zero times something."""
+    product = (factor * numbers).nan_to_num(math.inf, math.inf)
+    higher = torch.nextafter(product, torch.full_like(product, math.inf))
+    return torch.where((numbers == 0) | (factor == 0), 0.0, higher)

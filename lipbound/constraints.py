@@ -37,7 +37,6 @@ class Constrained(nn.Module):
         rtol: Relative width of the certified bracket; what the norm may stay below the limit by.
     """
 
-    scale: Tensor
     frequency: Tensor
     left: Tensor
 
@@ -53,9 +52,11 @@ class Constrained(nn.Module):
         # The geometry alone is kept: the weight comes anew at every call.
         self.conv = replace(conv, kernel=conv.kernel[:0])
         self._layer = (layer,)  # in a tuple, so that it is no part of this module
-        # Neither is stored: weights that are loaded are certified anew.
-        self.register_buffer("scale", conv.kernel.new_ones(()), persistent=False)
-        self._certified: tuple[Tensor, ...] = ()  # a copy of the weight the scale is for
+        self._made_for = _geometry(layer)
+        # Neither is stored: weights that are loaded are certified anew. The scale is a Python
+        # number, which no change of the module's precision rounds.
+        self.scale = 1.0
+        self._certified: tuple[object, ...] = ()  # what the scale is for, the weight first
         self.register_load_state_dict_post_hook(_loaded)
         if method == "spectral":
             first = taps(replace(conv, kernel=working(conv.kernel)))
@@ -70,6 +71,7 @@ class Constrained(nn.Module):
             self.register_buffer("left", state[1])
 
     def forward(self, weight: Tensor) -> Tensor:
+        self._check_layer()
         if self.training:
             with torch.autocast(weight.device.type, enabled=False):
                 return scaled(weight, (self.norm / self._estimate(weight)).clamp_max(1.0))
@@ -90,6 +92,27 @@ class Constrained(nn.Module):
         if not mode and parametrize.is_parametrized(self._layer[0], "weight"):
             self._certify(self._layer[0].parametrizations["weight"].original)  # type: ignore
         return self
+
+    def _check_layer(self) -> None:
+        """Whether the layer still is what the limit was made for.
+
+        Raises:
+            ValueError: If its geometry has changed, or its weight is changed once more.
+        """
+        layer = self._layer[0]
+        for name, value in _geometry(layer).items():
+            if value != self._made_for[name]:
+                raise ValueError(
+                    f"{name} of a constrained {type(layer).__name__} was {self._made_for[name]!r} "
+                    f"and is now {value!r}; call unconstrain, change it, then constrain again"
+                )
+        if parametrize.is_parametrized(layer, "weight"):
+            after = layer.parametrizations["weight"][-1]  # type: ignore[index]
+            if isinstance(after, nn.Module) and after is not self:
+                raise ValueError(
+                    f"{type(after).__name__} changes the weight after constrain has limited it; "
+                    f"register it first, or leave it out"
+                )
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Any weight may be assigned; it is scaled when it is read."""
@@ -114,15 +137,18 @@ class Constrained(nn.Module):
         what fused optimizers and ``.data`` do.
         """
         weight = weight.detach()
-        for known in self._certified:
+        terms = (self.scale, self.norm, self.method, self.rtol)
+        if self._certified and self._certified[1:] == terms:
+            known = self._certified[0]
+            assert isinstance(known, Tensor)
             same = known.dtype == weight.dtype and known.device == weight.device
             if same and torch.equal(known, weight):
                 return
         check_kernel(weight)
         kind, shrink = working(weight).dtype, torch.finfo(weight.dtype).eps
-        scale = torch.ones((), dtype=kind, device=weight.device)
+        scale = torch.ones((), dtype=kind)
         while True:
-            conv = replace(self.conv, kernel=scaled(weight, scale))
+            conv = replace(self.conv, kernel=scaled(weight, float(scale)))
             spectral = self.method == "spectral"
             upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
             if upper <= self.norm:
@@ -132,17 +158,26 @@ class Constrained(nn.Module):
             factor = min(self.norm / upper, 1 - shrink)
             scale = torch.minimum((scale.double() * factor).to(kind), below)
             shrink = min(2 * shrink, 0.5)
-        self.scale = scale.double()
-        self._certified = (weight.clone(),)
+        self.scale = float(scale)
+        self._certified = (weight.clone(), self.scale, self.norm, self.method, self.rtol)
 
     def extra_repr(self) -> str:
         return f"norm={self.norm:g}, {self.method!r}"
 
 
-def scaled(weight: Tensor, scale: Tensor) -> Tensor:
+def scaled(weight: Tensor, scale: Tensor | float) -> Tensor:
     """The product in float32 at least, in the weight's own precision."""
     wide = working(weight)
-    return (wide * scale.to(wide.dtype)).to(weight.dtype)
+    factor = scale.to(wide.dtype) if isinstance(scale, Tensor) else scale
+    return (wide * factor).to(weight.dtype)
+
+
+def _geometry(layer: nn.Module) -> dict[str, object]:
+    """What the layer's forward does with its weight, but for the weight."""
+    names = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding",
+             "_reversed_padding_repeated_twice")  # fmt: skip
+    found = {name: getattr(layer, name, None) for name in names}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
 
 
 def _loaded(module: Constrained, incompatible: object) -> None:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -195,6 +195,7 @@ def convolution(
         )
     if isinstance(layer, _ConvNd):
         given = {name: getattr(layer, name) for name in options}
+        given["transposed"] = isinstance(layer, _ConvTransposeNd)  # which its forward is by type
         kernel = weight_of(layer)
     elif isinstance(layer, nn.Linear):
         kernel = weight_of(layer)
@@ -222,7 +223,9 @@ def convolution(
         stride=_per_axis("stride", given.get("stride", 1), dims, least=1),
         dilation=dilations,
         groups=group_count,
-        padding=_paddings(given.get("padding", "same"), kernel.shape[2:], dilations),
+        padding=_paddings(given.get("padding", "same"), kernel.shape[2:], dilations)
+        if mode == "zeros" or not isinstance(layer, _ConvNd)
+        else _padded_before(layer, dims),
         padding_mode=mode,
         transposed=bool(given.get("transposed", False)),
         output_padding=_per_axis("output_padding", given.get("output_padding", 0), dims, least=0),
@@ -355,6 +358,20 @@ def _per_axis(name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
             f"{name}={value!r} must be one integer ≥ {least}, or {dims} of them, one per axis"
         )
     return values
+
+
+def _padded_before(layer: _ConvNd, dims: int) -> tuple[tuple[int, int], ...]:
+    """What PyTorch's forward pads by in a mode other than zeros: not ``layer.padding``.
+
+    It is computed from that when the layer is made, and stays as it was.
+    """
+    amounts = [operator.index(n) for n in layer._reversed_padding_repeated_twice]
+    if len(amounts) != 2 * dims or min(amounts, default=0) < 0:
+        raise ValueError(
+            f"_reversed_padding_repeated_twice={amounts} is no padding of {dims} axes; make the "
+            f"layer anew"
+        )
+    return tuple((amounts[2 * i], amounts[2 * i + 1]) for i in reversed(range(dims)))
 
 
 def _paddings(value: Any, sizes: Sequence[int], dilation: Sequence[int]) -> tuple[Any, ...]:

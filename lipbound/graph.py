@@ -10,15 +10,17 @@ import io
 import logging
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import OutputKind
 from torch.utils._pytree import tree_leaves
+
+from lipbound.faithful import watched
 
 
 class NotCaptured(ValueError):
@@ -48,6 +50,7 @@ class Call:
         schema: Of the operation.
         overload: Which of its overloads.
         floating: Whether the result is a floating-point tensor.
+        dtype: Its type, if it is one tensor.
         integers: Whether it is one of integers or truth values, no part of the map.
         results: How many tensors it gives.
     """
@@ -62,6 +65,7 @@ class Call:
     schema: Any = None
     overload: str = "default"
     floating: bool = True
+    dtype: torch.dtype | None = None
     integers: bool = False
     results: int = 1
 
@@ -92,11 +96,17 @@ class Graph:
         inputs: Name → shape of each input.
         calls: In order.
         outputs: Names of the results that are outputs; constants and integers are left out.
+        left_out: Names of outputs of integers.
+        captured: Runs the program as it was captured.
+        analysed: Runs the program that the calls are of.
     """
 
     inputs: dict[str, tuple[int, ...]]
     calls: tuple[Call, ...]
     outputs: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    captured: Callable[..., Any] | None = field(default=None, repr=False)
+    analysed: Callable[..., Any] | None = field(default=None, repr=False)
 
 
 def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
@@ -108,13 +118,20 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     try:
         with warnings.catch_warnings(), _unlogged(), torch.no_grad():
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, tuple(inputs), strict=False)
-            program = program.run_decompositions({})
+            with watched() as seen:
+                exported = torch.export.export(model, tuple(inputs), strict=False)
+            captured = exported.module()
+            program = exported.run_decompositions({})
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "data-dependent" in first:
             first = "which way it goes depends on its input's values"
         raise NotCaptured(f"{type(model).__name__} cannot be captured: {first}") from error
+    if seen.read:
+        raise NotCaptured(
+            f"{type(model).__name__} tries to read a value ({seen.read.strip('_')}) and catches "
+            f"the error: which way it goes may depend on its input's values"
+        )
     signature = program.graph_signature
     tensors: dict[str, Any] = {**program.state_dict, **program.constants}
     stored = {
@@ -122,11 +139,20 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
+
+    def analysed(given: Tensor) -> list[Any]:
+        specs = signature.input_specs
+        own = [tensors[stored[s.arg.name]] if s.arg.name in stored else given for s in specs]
+        results = program.graph_module(*own)
+        pairs = zip(signature.output_specs, results, strict=True)
+        return [value for spec, value in pairs if spec.kind is OutputKind.USER_OUTPUT]
+
     known: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     calls: list[Call] = []
     integers: set[str] = set()  # indices of a maximum, say: no part of the map that is bounded
     outputs: list[str] = []
+    left_out: list[str] = []
     with torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -140,14 +166,15 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                 # An input that is written to comes back too, without being an output.
                 pairs = [*zip(signature.output_specs, node.args[0], strict=True)]
                 for spec, _ in pairs:
-                    if spec.kind is OutputKind.BUFFER_MUTATION:
+                    if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION):
                         raise NotCaptured(
-                            f"{type(model).__name__} changes its buffer {spec.target!r} when it "
-                            f"runs: it is not one map; let it do that in training mode only"
+                            f"{type(model).__name__} changes its {spec.target!r} when it runs: it "
+                            f"is not one map; let it do that in training mode only"
                         )
                 mine = [arg for spec, arg in pairs if spec.kind is OutputKind.USER_OUTPUT]
                 found = [r.name for r in _references(_resolve(mine, known))]
                 outputs = [name for name in found if name not in integers]
+                left_out = [name for name in found if name in integers]
             elif node.op == "get_attr":
                 known[node.name] = getattr(program.graph_module, node.target)
             else:
@@ -164,7 +191,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                     known[node.name] = node.target(*call.args, **call.kwargs)
     if not outputs:
         raise NotCaptured(f"{type(model).__name__} has no output that depends on its input")
-    return Graph(shapes, tuple(calls), tuple(outputs))
+    return Graph(shapes, tuple(calls), tuple(outputs), tuple(left_out), captured, analysed)
 
 
 @contextmanager
@@ -201,6 +228,7 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
         source=_short(files[-1]) if files else "",
         schema=getattr(target, "_schema", None),
         floating=floating,
+        dtype=value.dtype if isinstance(value, Tensor) else None,
         integers=isinstance(value, Tensor) and not (floating or value.is_complex()),
         results=len(value) if isinstance(value, list | tuple) else 1,
         overload=getattr(target, "_overloadname", "default") or "default",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from lipbound.faithful import outputs
 
 ROWS = 32  # a backward pass each; with more outputs, iterating is cheaper
 ENOUGH = 1e-3  # an iteration that gains less is the last
@@ -82,12 +83,6 @@ def _iterated(
     return norms.detach()
 
 
-def outputs(model: nn.Module, inputs: Tensor) -> list[Tensor]:
-    """What a network says of a batch: its floating-point results."""
-    leaves = tree_leaves(model(inputs.clone()))  # the network may write to what it gets
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
 def _independent(model: nn.Module, inputs: Tensor) -> bool:
     """Whether every input alone gives about what it gives in company."""
     company = outputs(model, inputs)
@@ -100,16 +95,3 @@ def _independent(model: nn.Module, inputs: Tensor) -> bool:
             if not (alone[0] - together[place]).norm() <= 0.01 * alone.norm():
                 return False
     return True
-
-
-def alike(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two answers to the same inputs are the same, about."""
-    return len(ones) == len(others) and all(
-        one.shape == two.shape and torch.allclose(one, two, 0, _slack(one), equal_nan=True)
-        for one, two in zip(ones, others, strict=True)
-        if one.numel()
-    )
-
-
-def _slack(answer: Tensor) -> float:
-    return 1e-3 * float(answer.nan_to_num(0.0, 0.0, 0.0).abs().amax())

@@ -14,9 +14,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from lipbound.blocks import certified, find_chain, optimised
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
+from lipbound.faithful import difference, exceeds, outputs
 from lipbound.geometry import Convolution, Layer, named, own_forward
 from lipbound.graph import Call, Graph, NotCaptured, capture
-from lipbound.jacobian import alike, jacobian_norm, outputs
+from lipbound.jacobian import jacobian_norm
 from lipbound.modes import in_eval
 from lipbound.progress import Progress, silent
 from lipbound.rules import Options, Value, follow
@@ -79,7 +80,10 @@ class Audit:
         input_shape: Of one input.
         features: Where the network ends in a Linear layer, the bound up to that layer's input.
         head: That layer's matrix.
-        note: How the bound was lowered below what the steps say, and what was left out.
+        note: How the bound was lowered below what the steps say, what was assumed and left out.
+        error: How far the network may be, everywhere, from a function with the constant ``upper``,
+            in the L2 norm; 0 unless an operation jumps a little, as torch's softplus does.
+        features_error: The same up to the last layer's input.
     """
 
     layers: tuple[LayerReport, ...]
@@ -92,6 +96,8 @@ class Audit:
     features: float = math.inf
     head: Tensor | None = None
     note: str = ""
+    error: float = 0.0
+    features_error: float = 0.0
 
     @property
     def bounded_part(self) -> StepReport | None:
@@ -166,7 +172,7 @@ def audit(
             reason = "no input shape was given, so only the layers were read"
             return Audit(layers, math.inf, 0.0, reason, (), product, None, note=note)
         shape = tuple(inputs.shape[1:])
-        answers = _answers(model, inputs[:1])  # after the layers: what is wrong with one is named
+        _check_takes(model, inputs[:1])  # after the layers: what is wrong with one is named
         try:
             graph = capture(model, (inputs[:1],))
         except NotCaptured as error:
@@ -176,15 +182,23 @@ def audit(
             if not isinstance(report.layer, _BatchNorm):
                 options.keep(report.layer, report.bracket)
         found = compose(graph, options, progress)
-        note = "; ".join(part for part in (found.note, note) if part)
-        found = replace(found, layers=layers, product=product, input_shape=shape, note=note)
-        if found.upper < math.inf and not alike(answers, _answers(model, inputs[:1])):
-            why = "layers only: it answers the same input twice in two ways, so it is not one map"
+        other = unfaithful(graph, model, inputs)
+        if other and found.upper < math.inf:
+            why = f"layers only: {other}"
             return Audit(layers, math.inf, 0.0, why, (), product, shape, note=note)
+        note = "; ".join(part for part in (found.note, other, note) if part)
+        found = replace(found, layers=layers, product=product, input_shape=shape, note=note)
         if not search:
             return found
         try:
             lower = jacobian_norm(model, inputs[:search])
+            if exceeds(lower, found.upper, inputs.dtype):
+                why = (
+                    f"layers only: a Jacobian of norm {lower:.6g} was found, above the bound "
+                    f"{found.upper:.6g} of what was captured, so one of the two is not this "
+                    f"network's. If its backward is not that of its forward, pass search=0"
+                )
+                return Audit(layers, math.inf, lower, why, (), product, shape, note=note)
             if math.isfinite(lower):
                 return replace(found, lower=lower)
             why = f"its norm left the range of {inputs.dtype}"
@@ -195,18 +209,26 @@ def audit(
 
 
 @torch.no_grad()
-def _answers(model: nn.Module, inputs: Tensor) -> list[Tensor]:
-    """The network's outputs.
+def _check_takes(model: nn.Module, inputs: Tensor) -> None:
+    """Whether the network takes such inputs.
 
     Raises:
-        ValueError: If it does not take such inputs.
+        ValueError: If it does not.
     """
     try:
-        return outputs(model, inputs)
+        outputs(model, inputs)
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         shape = tuple(inputs.shape[1:])
         raise ValueError(f"the model does not take inputs of {shape}: {said}") from error
+
+
+def unfaithful(graph: Graph, model: nn.Module, inputs: Tensor) -> str:
+    """How the network that runs is not what was captured of it; empty if it is."""
+    assert graph.captured is not None
+    assert graph.analysed is not None
+    said = difference(model, graph.captured, graph.analysed, inputs)
+    return f"what was captured is not the {type(model).__name__} that runs: {said}" if said else ""
 
 
 @torch.no_grad()
@@ -326,12 +348,22 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
         )  # fmt: skip
     outputs = [values[name] for name in graph.outputs]
     total = up(math.hypot(*[v.lipschitz for v in outputs]))
+    error = math.hypot(*[v.error for v in outputs])
     reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
-    audit = Audit((), total, 0.0, reason, tuple(reports), math.inf, None)
+    notes = [*options.notes]
+    if graph.left_out:
+        notes.append(f"{len(graph.left_out)} result(s) of whole numbers are no part of the bound")
+    audit = Audit(
+        (), total, 0.0, reason, tuple(reports), math.inf, None, note="; ".join(notes),
+        error=up(error) if error else 0.0,
+    )  # fmt: skip
     last = outputs[0].linear
     rows = len(outputs) == 1 and len(outputs[0].shape) == 2 and outputs[0].shape[0] == 1
     if rows and last is not None and last.conv.dims == 0 and last.slack == 0:
-        audit = replace(audit, features=last.anchor.lipschitz, head=last.conv.kernel)
+        audit = replace(
+            audit, features=last.anchor.lipschitz, head=last.conv.kernel,
+            features_error=last.anchor.error,
+        )  # fmt: skip
     return audit if options.effort == "normal" else _weighted(audit, outputs, options, progress)
 
 
@@ -339,16 +371,19 @@ def _weighted(
     audit: Audit, outputs: Sequence[Value], options: Options, progress: Progress
 ) -> Audit:
     """The bound by weighted blocks, where the network is a chain of them and it is smaller."""
-    chain = find_chain(outputs[0]) if len(outputs) == 1 else None
+    exact = len(outputs) == 1 and not audit.error
+    chain = find_chain(outputs[0]) if exact else None
     if chain is None:
         note = "effort high: the network is no chain of residual blocks, so nothing was gained"
-        return replace(audit, note=note)
+        return replace(audit, note="; ".join(filter(None, (audit.note, note))))
     features, head = certified(chain, optimised(chain, progress=progress), options.rtol, progress)
     matrix = bracket(head, options.rtol)
     upper = up(features * up(matrix.upper * (1 + 2.0**-40)))
     note = f"effort high: two weighted norms for each of {len(chain.blocks)} residual blocks"
+    note = note if upper < audit.upper else f"{note}, which did not lower the bound"
+    note = "; ".join(filter(None, (audit.note, note)))
     if upper >= audit.upper:
-        return replace(audit, note=f"{note}, which did not lower the bound")
+        return replace(audit, note=note)
     return replace(audit, upper=upper, features=features, head=head, note=note)
 
 

@@ -36,18 +36,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.suffix in SAFE:
         content: Any = _safetensors(path)
     elif path.suffix in PICKLED:
-        _refuse_bomb(path)
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            named = re.search(r"GLOBAL \S+", str(error))  # what it would have called
-            first = shorten(str(error).strip().partition("\n")[0], 120, placeholder=" ...")
-            said = named[0] if named else f"{type(error).__name__} {first}".strip()
-            raise ValueError(
-                f"{str(path)!r} holds more than weights, or is damaged ({said}); nothing of "
-                f"it was run. Save model.state_dict(), as safetensors if you can"
-            ) from None
+        content = _pickled(path)
     else:
         known = ", ".join(sorted(SAFE | PICKLED))
         raise ValueError(f"cannot read {str(path)!r}; weights come as {known}")
@@ -64,6 +53,32 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _pickled(path: Path) -> Any:
+    """What PyTorch reads of a file of its own without executing any of it.
+
+    Raises:
+        ValueError: If it holds more than weights, or is damaged.
+    """
+    try:
+        _refuse_bomb(path)
+        with warnings.catch_warnings(action="ignore"):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except _Bomb:
+        raise
+    except Exception as error:  # a damaged file may end in any
+        named = re.search(r"GLOBAL \S+", str(error))  # what it would have called
+        first = shorten(str(error).strip().partition("\n")[0], 120, placeholder=" ...")
+        said = named[0] if named else f"{type(error).__name__} {first}".strip()
+        raise ValueError(
+            f"{str(path)!r} holds more than weights, or is damaged ({said}); nothing of "
+            f"it was run. Save model.state_dict(), as safetensors if you can"
+        ) from None
+
+
+class _Bomb(ValueError):
+    """An archive that grows."""
+
+
 def _refuse_bomb(path: Path) -> None:
     """PyTorch stores without compression: an archive that grows when it is opened is none of its.
 
@@ -75,7 +90,7 @@ def _refuse_bomb(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         size = sum(member.file_size for member in archive.infolist())
     if size > path.stat().st_size:
-        raise ValueError(
+        raise _Bomb(
             f"{str(path)!r} has {path.stat().st_size:,} bytes and unpacks to {size:,}; PyTorch "
             f"does not compress its files, so it is refused. Save it again with torch.save"
         )

@@ -146,6 +146,42 @@ def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
     return cast + step
 
 
+def normalised(tensor: Tensor) -> tuple[Tensor, float]:
+    """The tensor in float64, divided by a power of two near its largest entry, and that power.
+
+    Squares of what is left neither overflow, nor underflow where they count.
+    """
+    wide = double(tensor.detach())
+    largest = float(wide.abs().amax()) if wide.numel() else 0.0
+    if not 0 < largest < math.inf:
+        return wide, 1.0
+    exponent = math.frexp(largest)[1] - 1
+    half = exponent // 2  # 2^-e overflows for the smallest subnormals
+    return wide / 2.0**half / 2.0 ** (exponent - half), 2.0**exponent
+
+
+def norms_above(rows: Tensor) -> Tensor:
+    """‖x‖₂ along the last axis, from above, whatever the entries' size; 0 for zeros alone.
+
+    Example:
+        >>> norms_above(torch.full((2, 4), 1e-170, dtype=torch.float64)) >= 2e-170
+        tensor([True, True])
+    """
+    wide = double(rows.detach())
+    exponent = wide.abs().amax(-1, keepdim=True).frexp().exponent
+    half = exponent // 2  # 2^-e overflows for the smallest subnormals
+    powers = [torch.ldexp(torch.ones_like(wide[..., :1]), e) for e in (half, exponent - half)]
+    sizes = torch.linalg.vector_norm(wide / powers[0] / powers[1], dim=-1, keepdim=True)
+    sizes = sizes * (1 + gamma(wide.shape[-1] + 8)) * powers[0] * powers[1]
+    above = torch.nextafter(sizes, torch.full_like(sizes, math.inf)).nan_to_num(math.inf, math.inf)
+    return torch.where((wide == 0).all(-1, keepdim=True), 0.0, above).squeeze(-1)
+
+
+def norm_above(tensor: Tensor) -> float:
+    """The same over all entries."""
+    return float(norms_above(tensor.reshape(1, -1))) if tensor.numel() else 0.0
+
+
 def spectral_norm_above(matrices: Tensor) -> Tensor:
     r"""σ1 of each float64 or complex128 matrix, from above, proved by a Cholesky factorization.
 

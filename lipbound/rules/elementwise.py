@@ -12,37 +12,42 @@ from lipbound.rules.values import (
     Step,
     Unbounded,
     Value,
+    readings,
     register_rule,
-    root_sum,
+    side_by_side,
     spread,
     steepest,
+    summed,
     up,
 )
 
+ROUNDED = 1 + 2.0**-20  # kernels keep constants such as √2/2 in float32
+SIXTH = 0.16666667163372043  # torch's 1/6 is a float32
 # Largest |slope| where it is one number.
 SLOPES = {
     **dict.fromkeys(
         [
             "relu", "relu_", "relu6", "tanh", "hardtanh", "hardtanh_", "softsign",
             "log_sigmoid_forward", "log_sigmoid", "abs", "neg", "sin", "cos", "atan", "asinh",
-            "logsumexp",
+            "logsumexp", "sort", "topk", "median", "kthvalue", "tril", "triu",
         ],
         1.0,
     ),
-    "silu": 1.0998393201288669,
-    "silu_": 1.0998393201288669,
-    "mish": 1.0884981612517279,
-    "hardswish": 1.5,
-    "hardswish_": 1.5,
-    "hardsigmoid": 0.16666667163372043,  # torch's 1/6 is a float32
-    "selu": 1.7580993408473769,
-    "selu_": 1.7580993408473769,
+    "silu": 1.0998393201288669 * ROUNDED,
+    "silu_": 1.0998393201288669 * ROUNDED,
+    "mish": 1.0884981612517279 * ROUNDED,
+    "hardswish": 9 * SIXTH,
+    "hardswish_": 9 * SIXTH,
+    "hardsigmoid": SIXTH,
+    "selu": 1.7580993408473769 * ROUNDED,
+    "selu_": 1.7580993408473769 * ROUNDED,
     "sigmoid": 0.25,
-    "erf": 2 / math.sqrt(math.pi),
+    "erf": 2 / math.sqrt(math.pi) * ROUNDED,
     "softmax": 0.5,
     "_softmax": 0.5,
 }  # fmt: skip
-GELU = {"none": 1.1289041451851548, "tanh": 1.1289930686587718}
+GELU = {"none": 1.1289041451851548 * ROUNDED, "tanh": 1.1289930686587718 * ROUNDED}
+JUMP = 1e-6  # an implementation that jumps by more is no continuous function
 
 
 def _slope(name: str, slope: float) -> None:
@@ -53,7 +58,7 @@ for _name, _value in SLOPES.items():
     _slope(_name, _value)
 
 
-@register_rule("aten.clamp", "aten.clamp_min", "aten.clamp_max")
+@register_rule("aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.clip")
 def _clamp(step: Step) -> Value:
     value = step.only()
     return value.times(spread(value, step.shape), step.shape)
@@ -66,7 +71,7 @@ def _gelu(step: Step) -> float:
 
 @register_rule("aten.leaky_relu", "aten.leaky_relu_")
 def _leaky(step: Step) -> float:
-    return steepest(1.0, step["negative_slope"])
+    return steepest(1.0, step.size("negative_slope", 0.01))
 
 
 @register_rule("aten.prelu", "aten._prelu_kernel")
@@ -88,35 +93,53 @@ def _dropout(step: Step) -> float:
 def _rrelu(step: Step) -> float:
     if step["training"]:
         raise Unbounded("RReLU in training mode is random")
-    return steepest(1.0, up(abs((step["lower"] + step["upper"]) / 2)))
+    mean = (step["lower"] + step["upper"]) / 2
+    return steepest(1.0, *(up(abs(slope)) for slope in readings(mean, step.call.dtype)))
 
 
 @register_rule("aten.elu", "aten.elu_")
 def _elu(step: Step) -> float:
     if step["input_scale"] < 0:
         raise Unbounded(f"ELU with input_scale={step['input_scale']} grows exponentially")
-    scale = abs(step["scale"])
-    return up(steepest(scale, up(scale * abs(step["alpha"] * step["input_scale"]))))
+    scale = step.size("scale")
+    slope = up(up(scale * step.size("alpha")) * step.size("input_scale"))
+    return steepest(scale, up(slope * ROUNDED))  # whose products are rounded again
 
 
 @register_rule("aten.celu", "aten.celu_")
 def _celu(step: Step) -> float:
     if step["alpha"] < 0:
         raise Unbounded(f"CELU with alpha={step['alpha']} grows exponentially")
-    return 1.0
+    return ROUNDED  # α·(1/α) need not be 1
 
 
 @register_rule("aten.softplus")
-def _softplus(step: Step) -> float:
-    # torch switches to the identity at beta·x > threshold: a jump of log(1 + e^-threshold)/beta.
-    if math.log1p(math.exp(-step["threshold"])) / abs(step["beta"]) > 1e-6:
+def _softplus(step: Step) -> Value:
+    """1-Lipschitz, but torch switches to the identity at βx > threshold: a jump.
+
+    It is where the network's precision sees the threshold, hence a little earlier.
+    """
+    threshold = step["threshold"] - abs(step["threshold"]) * 2.0**-20
+    jump = up(up(math.log1p(math.exp(-threshold))) / abs(step["beta"]) * ROUNDED)
+    if not jump <= JUMP:
         raise Unbounded(f"softplus jumps at its threshold {step['threshold']}")
-    return 1.0
+    step.note(f"softplus jumps by {jump:.1e} at its threshold")
+    value = step.only()
+    return value.times(1.0, step.shape, apart=up(jump * up(math.sqrt(math.prod(step.shape)))))
 
 
-@register_rule("aten.hardshrink", "aten.threshold", "aten.round", "aten.sign", "aten.floor")
+@register_rule(
+    "aten.hardshrink", "aten.round", "aten.sign", "aten.floor", "aten.ceil", "aten.trunc"
+)
 def _jumps(step: Step) -> float:
     raise Unbounded("it is discontinuous")
+
+
+@register_rule("aten.threshold")
+def _threshold(step: Step) -> float:
+    if step["threshold"] != step["value"]:
+        raise Unbounded("it is discontinuous")
+    return 1.0  # max(x, threshold)
 
 
 @register_rule("aten.log_softmax", "aten._log_softmax")
@@ -127,24 +150,33 @@ def _log_softmax(step: Step) -> float:
 @register_rule("aten.add", "aten.sub", "aten.add_", "aten.sub_", "aten.rsub")
 def add(step: Step) -> Value:
     """α scales the second (of rsub the first); both may be spread by broadcasting."""
-    from lipbound.rules.linear import sum_of_linears
-
-    given = step.arguments.get("alpha")
-    alpha = 1.0 if given is None else float(given)
+    alpha = step.size("alpha")
     sign = -1.0 if "sub" in step.call.op else 1.0
-    terms = [(step["self"], 1.0), (step["other"], sign * alpha)]
+    terms = [(step["self"], 1.0), (step["other"], alpha)]
     if step.call.op == "aten.rsub":
-        terms = [(step["self"], -alpha), (step["other"], 1.0)]
+        terms = [(step["self"], alpha), (step["other"], 1.0)]
     present = [(t, a) for t, a in terms if isinstance(t, Value)]
-    total = 0.0
-    for term, factor in present:
-        total = up(total + up(abs(factor) * up(term.lipschitz * spread(term, step.shape))))
-    result = Value(step.shape, total, reason=next((t.why for t, _ in present if t.why), ""))
-    if len(present) == 2 and total < math.inf:
-        merged = sum_of_linears(*present[0], *present[1], step)
+    gains = [a if spread(t, step.shape) == 1 else up(a * spread(t, step.shape)) for t, a in present]
+    result = summed([t for t, _ in present], step.shape, gains)
+    if len(present) == 2 and result.lipschitz < math.inf:
+        given = step.arguments.get("alpha")
+        merged = _merged(step, sign * float(1.0 if given is None else given))
         if merged is not None and merged.lipschitz < result.lipschitz:
             return merged
     return result
+
+
+def _merged(step: Step, factor: float) -> Value | None:
+    """The sum as one convolution, for whatever the network takes the factor for."""
+    from lipbound.rules.linear import sum_of_linears
+
+    found = []
+    for alpha in dict.fromkeys(readings(factor, step.call.dtype)):
+        pair = (alpha, 1.0) if step.call.op == "aten.rsub" else (1.0, alpha)
+        found.append(sum_of_linears(step["self"], pair[0], step["other"], pair[1], step))
+    if any(merged is None for merged in found):
+        return None
+    return max(found, key=lambda merged: merged.lipschitz)  # type: ignore[union-attr]
 
 
 def _is_one_plus_abs(value: Value, of: Any) -> bool:
@@ -176,33 +208,88 @@ def _multiply(step: Step) -> Value:
     if divided and isinstance(other, Value):
         raise Unbounded("division by an activation has no global Lipschitz constant")
     value, factor = (one, other) if isinstance(one, Value) else (other, one)
-    gain = max(float((1 / sizes if divided else sizes).max()) for sizes in _sizes(factor))
-    if math.isnan(gain):
-        raise Unbounded("a constant that it multiplies with is not a number")
+    gain = max(_gain(factor, divided, step.call.dtype))
     return value.times(up(gain * spread(value, step.shape)), step.shape)
 
 
-def _sizes(factor: Any) -> list[Tensor]:
-    """|factor|; of a Python number also what a float32 network makes of it."""
+def _gain(factor: Any, divided: bool, dtype: torch.dtype | None) -> list[float]:
+    """The largest |factor|, or 1/|factor|, which kernels may round before they multiply with it."""
     if isinstance(factor, Tensor):
-        return [factor.double().abs()]
-    exact = torch.tensor(float(factor), dtype=torch.float64).abs()
-    rounded = exact.float().double()
-    return [exact, rounded] if 0 < rounded < math.inf else [exact]
+        sizes = factor.double().abs()
+        found = float((1 / sizes if divided else sizes).max()) if sizes.numel() else 0.0
+        if math.isnan(found):
+            raise Unbounded("a constant that it multiplies with is not a number")
+        return [up(found) if divided else found]
+    known = [abs(number) for number in readings(factor, dtype)]
+    if not divided:
+        return known
+    if not all(known):
+        raise Unbounded("a division by zero")
+    return [up(one) for number in known for one in readings(1 / number, dtype)]
 
 
 @register_rule("aten.maximum", "aten.minimum")
 def _extremum(step: Step) -> Value:
     found = step.inputs()
-    sizes = [up(v.lipschitz * spread(v, step.shape)) for v in found]
-    return Value(step.shape, root_sum(sizes), reason=next((v.why for v in found if v.why), ""))
+    return side_by_side(found, step.shape, [spread(v, step.shape) for v in found])
+
+
+@register_rule("aten.max", "aten.min")
+def _largest(step: Step) -> Value:
+    """The largest entry of all or of an axis, or entry by entry of two."""
+    return _extremum(step) if "other" in step.arguments else step.only().times(1.0, step.call.shape)
+
+
+def _made_by(value: Any, op: str) -> dict[str, Any]:
+    """The arguments that a value was computed from, if by that operation."""
+    origin = value.origin if isinstance(value, Value) else None
+    return origin.arguments if origin is not None and origin.call.op == op else {}
+
+
+def _is_softshrink(condition: Value, one: Any, other: Any) -> Value | None:
+    """x, if this is |x| > λ ? x − λ sign(x) : 0·x, which is how softshrink is captured."""
+    test = _made_by(condition, "aten.gt")
+    inner = _made_by(test.get("self"), "aten.abs").get("self")
+    outside = _made_by(one, "aten.sub")
+    step = _made_by(outside.get("other"), "aten.mul")
+    inside = _made_by(other, "aten.mul")
+    fits = (
+        isinstance(inner, Value)
+        and outside.get("self") is inner
+        and outside.get("alpha") in (None, 1)
+        and _made_by(step.get("self"), "aten.sign").get("self") is inner
+        and isinstance(limit := step.get("other"), int | float)
+        and limit >= 0
+        and test.get("other") == limit
+        and inside.get("self") is inner
+        and isinstance(inside.get("other"), int | float)
+        and inside.get("other") == 0
+    )
+    return inner if fits else None
 
 
 @register_rule("aten.where")
 def _where(step: Step) -> Value:
     if isinstance(step["condition"], Value):
+        inner = _is_softshrink(step["condition"], step["self"], step["other"])
+        if inner is None:
+            raise Unbounded("a choice that depends on the input is discontinuous")
+        return inner.times(1.0, step.shape)
+    return _extremum(step)
+
+
+@register_rule("aten.masked_fill", "aten.masked_fill_")
+def _masked_fill(step: Step) -> Value:
+    if isinstance(step["mask"], Value):
         raise Unbounded("a choice that depends on the input is discontinuous")
     return _extremum(step)
+
+
+@register_rule("aten.cumsum")
+def _cumsum(step: Step) -> float:
+    """σ1 of the n×n triangle of ones: 1/(2 sin(π/(4n + 2)))."""
+    size = step.shape[step["dim"]] if step.shape else 1
+    return up(0.5 / math.sin(math.pi / (4 * size + 2)) * (1 + 2.0**-48))
 
 
 @register_rule("aten.mean", "aten.sum", "aten.amax", "aten.amin", "aten.linalg_vector_norm")
@@ -211,12 +298,14 @@ def _reduce(step: Step) -> Value:
     count = math.prod(value.shape) / max(1, math.prod(step.shape))
     if step.call.op == "aten.linalg_vector_norm" and step["ord"] != 2:
         raise Unbounded(f"a norm of order {step['ord']} has no rule")
-    gains = {"aten.mean": 1 / math.sqrt(count), "aten.sum": math.sqrt(count)}
-    return value.times(up(gains.get(step.call.op, 1.0)), step.shape)
+    root = up(math.sqrt(count))
+    mean = up(root * max(readings(1 / count, step.call.dtype)))
+    return value.times({"aten.mean": mean, "aten.sum": root}.get(step.call.op, 1.0), step.shape)
 
 
-def _normalized(count: int, weight: Any, eps: float) -> float:
+def _normalized(step: Step, count: int) -> float:
     """‖diag(γ)P‖/√ε ≤ max|γ|/√ε: x ↦ Px/√(var + ε) has its steepest point at var = 0."""
+    weight, eps = step["weight"], min(readings(step["eps"], step.call.dtype))
     if not eps > 0:
         raise Unbounded("a normalization with eps=0 is arbitrarily steep near constant inputs")
     gamma = 1.0 if weight is None else float(weight.abs().max())
@@ -225,29 +314,23 @@ def _normalized(count: int, weight: Any, eps: float) -> float:
 
 @register_rule("aten.layer_norm", "aten.native_layer_norm")
 def _layer_norm(step: Step) -> float:
-    return _normalized(math.prod(step["normalized_shape"]), step["weight"], step["eps"])
+    return _normalized(step, math.prod(step["normalized_shape"]))
 
 
 @register_rule("aten.group_norm")
 def _group_norm(step: Step) -> float:
-    count = math.prod(step.shape[1:]) // step["num_groups"]
-    return _normalized(count, step["weight"], step["eps"])
+    return _normalized(step, math.prod(step.shape[1:]) // step["num_groups"])
 
 
 @register_rule("aten.instance_norm")
-def _instance_norm(step: Step) -> float:
-    if not step["use_input_stats"]:
-        raise Unbounded("InstanceNorm with running statistics has no rule")
-    return _normalized(math.prod(step.shape[2:]), step["weight"], step["eps"])
+def _instance_norm(step: Step) -> Any:
+    if step["use_input_stats"]:
+        return _normalized(step, math.prod(step.shape[2:]))
+    from lipbound.rules.linear import batch_norm
+
+    return batch_norm(step)  # with running statistics it is that
 
 
 @register_rule("aten.scaled_dot_product_attention")
 def _attention(step: Step) -> float:
     raise Unbounded("attention multiplies activations and has no global Lipschitz constant")
-
-
-@register_rule("aten.bmm", "aten.baddbmm")
-def _batched_product(step: Step) -> float:
-    if len(step.inputs()) > 1:
-        raise Unbounded("a product of two activations has no global Lipschitz constant")
-    raise Unbounded("a product with a batch of matrices has no rule")

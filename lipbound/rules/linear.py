@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lipbound.bounds.rounding import UNIT
+from lipbound.bounds.rounding import UNIT, norm_above, normalised, spectral_norm_above
 from lipbound.geometry import Convolution, convolution
-from lipbound.rules.values import Linear, Step, Unbounded, Value, axes, register_rule, up
+from lipbound.rules.values import Linear, Step, Unbounded, Value, axes, readings, register_rule, up
 
 
 @register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
@@ -66,35 +66,94 @@ def _matrix(step: Step) -> Value:
     value, matrix = (left, right) if isinstance(left, Value) else (right, left)
     if not isinstance(value, Value):
         raise Unbounded("a bias that depends on the input has no rule")
-    alpha = float(step.arguments.get("alpha", 1))  # of addmm
     if matrix.ndim == 1:
-        return value.times(up(float(matrix.double().norm()) * (1 + 1e-12)), step.shape)
+        return value.times(norm_above(matrix), step.shape)
     if matrix.ndim != 2:
-        raise Unbounded(f"a product with a batch of matrices, {tuple(matrix.shape)}, has no rule")
-    rows = alpha * (matrix.double() if step.call.op == "aten.linear" else matrix.double().mT)
-    conv = replace(convolution(rows.contiguous()), input_size=())
-    linear = Linear(value, conv, step.options)
-    if value is left:
+        return value.times(up(stack_norm(matrix) * _met(value, matrix)), step.shape)
+    rows = matrix.double() if step.call.op == "aten.linear" else matrix.double().mT
+    linear = Linear(value, replace(convolution(rows.contiguous()), input_size=()), step.options)
+    if value is left and step.size("alpha") == 1:  # of addmm
         return Value(step.shape, linear=linear)
-    return value.times(linear.norm, step.shape)  # from the left: it acts on another axis
+    return value.times(up(step.size("alpha") * linear.norm), step.shape)  # or from the left
+
+
+def _met(value: Value, matrices: Tensor) -> float:
+    """√(how many matrices of a batch each matrix of entries is multiplied with)."""
+    together = torch.broadcast_shapes(value.shape[:-2], matrices.shape[:-2])
+    return up(math.sqrt(math.prod(together) / math.prod(value.shape[:-2])))
+
+
+def stack_norm(matrices: Tensor) -> float:
+    """The largest σ1 of a batch of matrices, from above."""
+    scaled, power = normalised(matrices)
+    flat = scaled.reshape(-1, *scaled.shape[-2:])
+    return up(up(float(spectral_norm_above(flat).max())) * power)
+
+
+@register_rule("aten.bmm", "aten.baddbmm")
+def _batched_product(step: Step) -> Value:
+    names = ("self", "mat2") if step.call.op == "aten.bmm" else ("batch1", "batch2")
+    left, right = (step[name] for name in names)
+    if isinstance(left, Value) and isinstance(right, Value):
+        raise Unbounded("a product of two activations has no global Lipschitz constant")
+    value, matrices = (left, right) if isinstance(left, Value) else (right, left)
+    if not isinstance(value, Value):
+        raise Unbounded("a bias that depends on the input has no rule")
+    return value.times(up(step.size("alpha") * stack_norm(matrices)), step.shape)
+
+
+@register_rule("aten.einsum")
+def _einsum(step: Step) -> Value:
+    """One value and one constant: a batch of matrices, by what each letter does.
+
+    A letter of both and of the result numbers the batch; one of both alone is summed in the
+    product, one of the constant and the result is a new axis, one of the value and the result is
+    carried along. A letter of one operand alone is summed, √n.
+    """
+    operands = step["tensors"]
+    terms, arrow, result = step["equation"].replace(" ", "").partition("->")
+    letters = terms.split(",")
+    values = [o for o in operands if isinstance(o, Value)]
+    plain = arrow and "." not in terms and all(len({*term}) == len(term) for term in letters)
+    if len(values) != 1 or len(operands) > 2 or not plain:
+        raise Unbounded(
+            f"einsum {step['equation']!r} has no rule; there is one for one activation and one "
+            f"constant, with '->' and without '...' or repeated letters"
+        )
+    place = operands.index(values[0])
+    mine, sizes = letters[place], dict(zip(letters[place], values[0].shape, strict=True))
+    theirs, constant = "", torch.ones(())
+    if len(operands) == 2:
+        theirs, constant = letters[1 - place], operands[1 - place]
+    sizes |= dict(zip(theirs, constant.shape, strict=True))
+    batch = [c for c in theirs if c in mine and c in result]
+    inner = [c for c in theirs if c in mine and c not in result]
+    outer = [c for c in theirs if c not in mine]
+    order = [theirs.index(c) for c in (*batch, *outer, *inner)]
+    rows, columns = (math.prod(sizes[c] for c in some) for some in (outer, inner))
+    gain = stack_norm(constant.permute(order).reshape(-1, rows, columns))
+    lost = [c for c in (*mine, *outer) if c not in result and c not in inner]
+    summed = math.prod(sizes[c] for c in lost)
+    return values[0].times(up(gain * up(math.sqrt(summed))), step.shape)
 
 
 @register_rule("aten._native_batch_norm_legit_no_training", "aten.batch_norm",
                "aten.cudnn_batch_norm", "aten.native_batch_norm")  # fmt: skip
-def _batch_norm(step: Step) -> Any:
+def batch_norm(step: Step) -> Any:
+    """With running statistics every channel is multiplied by a constant."""
     value = step["input"]
     variance = step["running_var"]
     if step.arguments.get("training") or not isinstance(variance, Tensor):
         raise Unbounded("BatchNorm without running statistics mixes the batch; use .eval()")
     weight = step["weight"]
-    deviation = (variance.double() + step["eps"]).sqrt()
+    deviation = (variance.double() + min(readings(step["eps"], step.call.dtype))).sqrt()
     gains = (1 if weight is None else weight.double()) / deviation
     if not bool(torch.isfinite(gains).all()):
         raise Unbounded("BatchNorm's statistics or weights give no finite gains")
     result = _scaled(value, gains, step) if value.linear is not None else None
     if result is None:
         result = value.times(up(float(gains.abs().max()) * (1 + 1e-15)), step.call.shape)
-    return result if step.call.op.endswith("batch_norm") and step.call.shape else [result] * 3
+    return result if step.call.results == 1 else [result] * step.call.results
 
 
 def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
@@ -139,8 +198,8 @@ def sum_of_linears(
             pads = [(s - 1) // 2 for s in kernel.shape[2:]]
             conv = convolution(kernel, padding=pads if dims else "same")
             sized = replace(conv, input_size=tuple(anchor.shape[-dims:]) if dims else ())
-            size = float(mine.norm() + yours.norm())
-            slack = 4 * UNIT * math.sqrt(kernel[0, 0].numel()) * size
+            size = up(norm_above(mine) + norm_above(yours))
+            slack = up(up(4 * UNIT * math.sqrt(kernel[0, 0].numel())) * size)
             for value, factor in ((one, first), (other, second)):
                 inner = value.linear.slack if value.linear is not None else 0.0
                 slack = up(slack + up(abs(factor) * inner)) if inner else slack

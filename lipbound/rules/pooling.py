@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from scipy import sparse
 from torch import Tensor
 
-from lipbound.rules.values import Step, Unbounded, Value, axes, register_rule, up
+from lipbound.bounds.banded import banded_norm_above
+from lipbound.rules.values import Step, Unbounded, axes, register_rule, up, windows
+
+PIECE = 512  # lines at once
 
 
 @register_rule(*[
@@ -25,13 +30,9 @@ def _max_pool(step: Step) -> Any:
     kernel = axes(step["kernel_size"], dims)
     stride = axes(step["stride"] or kernel, dims)
     padding, dilation = axes(step["padding"], dims), axes(step["dilation"], dims)
-    windows = 1
-    geometry = zip(value.shape[-dims:], kernel, stride, padding, dilation, strict=True)
-    for n, k, s, p, d in geometry:
-        count = (n + 2 * p - d * (k - 1) - 1) // s + 1 + bool(step["ceil_mode"])
-        seen = (np.arange(count)[:, None] * s - p + np.arange(k)[None, :] * d).ravel()
-        windows *= int(np.bincount(seen[(seen >= 0) & (seen < n)], minlength=1).max())
-    result = value.times(up(math.sqrt(windows)), step.call.shape)
+    ceil = [bool(step["ceil_mode"])] * dims
+    counts = map(windows, value.shape[-dims:], kernel, stride, padding, dilation, ceil)
+    result = value.times(up(math.sqrt(math.prod(counts))), step.call.shape)
     return result if step.call.shape is not None else [result, result]
 
 
@@ -61,36 +62,68 @@ def _adaptive_max_pool(step: Step) -> Any:
 def _separable(step: Step) -> float:
     """The norm of an operation that is linear, the same for every channel, and a product of axes.
 
-    With A⊗B its matrix and a, b vectors of ones: the images of e_i⊗b over i have the matrix
-    A·‖Bb‖, so σ1(A)‖Bb‖, σ1(B)‖Aa‖ and ‖Aa‖‖Bb‖ are measured on the operation itself.
+    So it is the product of the norms of its axes' matrices, each of which is what the operation
+    does to lines. Interpolation computes where pixels lie in the network's precision.
     """
-    if "nearest" in step.call.op:  # which pixel is nearest, float32 decides otherwise
-        return max(_product(step, dtype) for dtype in (torch.float64, torch.float32))
-    return _product(step, torch.float64)
-
-
-def _product(step: Step, dtype: torch.dtype) -> float:
-    """σ1 of the axes' matrices, multiplied, as the operation works in a precision."""
-    value = step.only()
     dims = {"1d": 1, "2d": 2, "3d": 3}[step.call.op.removesuffix("_aa")[-2:]]
-    sizes = value.shape[-dims:]
-    whole = _apply(step, torch.ones(1, 1, *sizes, dtype=dtype)).double().norm()
-    if whole == 0:
-        raise Unbounded("its output is empty")
-    gain = 1.0
-    for axis, n in enumerate(sizes):
-        basis = torch.eye(n, dtype=dtype).reshape(
-            n, 1, *[n if i == axis else 1 for i in range(dims)]
-        )
-        images = _apply(step, basis.expand(n, 1, *sizes).contiguous()).double().reshape(n, -1)
-        gain *= float(torch.linalg.matrix_norm(images, 2)) / (float(whole) if axis else 1.0)
-    return up(gain * (1 + 1e-12))
-
-
-def _apply(step: Step, image: Tensor) -> Tensor:
-    """Run the operation itself on another tensor."""
-    arguments = [
-        image if isinstance(argument, Value) else argument for argument in step.arguments.values()
+    sizes = step.only().shape[-dims:]
+    types = (torch.float64, torch.float32) if "upsample" in step.call.op else (torch.float64,)
+    gains = [
+        math.prod(_line_norm(_lines(step, axis, dims), n, dtype) for axis, n in enumerate(sizes))
+        for dtype in types
     ]
-    packet = getattr(torch.ops.aten, step.call.op.removeprefix("aten."))
-    return getattr(packet, step.call.overload)(*arguments)
+    divisor = step.arguments.get("divisor_override")
+    return up(max(gains) / abs(divisor or 1) * (1 + 2.0**-40))
+
+
+Lines = Callable[[Tensor], Tensor]  # from (lines, 1, n) to (lines, 1, m)
+
+
+def _lines(step: Step, axis: int, dims: int) -> Lines:
+    """The operation on lines along one axis."""
+    name = step.call.op.removeprefix("aten.")
+    aten = torch.ops.aten
+    if "adaptive" in name:
+        size = axes(step["output_size"], dims)[axis]
+        return lambda lines: aten.adaptive_avg_pool1d(lines, [size])
+    if "avg_pool" in name:
+        kernel = axes(step["kernel_size"], dims)
+        options = [axes(step["stride"] or kernel, dims), axes(step["padding"], dims)]
+        k, s, p = (numbers[axis] for numbers in (kernel, *options))
+        # A divisor of its own is taken once, for all axes.
+        own = 1 if step.arguments.get("divisor_override") else None
+        rest = [bool(step["ceil_mode"]), bool(step["count_include_pad"]), own]
+        return lambda lines: aten.avg_pool2d(lines, [1, k], [1, s], [0, p], *rest)
+    size = step.shape[axis - dims]
+    scale = _scale(step, axis, dims)
+    corners = [step["align_corners"]] if "align_corners" in step.arguments else []
+    if "bicubic" in name or name.endswith("_aa"):
+        resize = getattr(aten, name)
+        return lambda lines: resize(lines[:, None], [1, size], *corners, None, scale)[:, 0]
+    resize = getattr(aten, {"linear": "upsample_linear1d", "bilinear": "upsample_linear1d",
+                            "trilinear": "upsample_linear1d"}.get(
+        name.removeprefix("upsample_")[:-2], f"{name[:-2]}1d"))  # fmt: skip
+    return lambda lines: resize(lines, [size], *corners, scale)
+
+
+def _scale(step: Step, axis: int, dims: int) -> float | None:
+    """The factor an axis was to be resized by, where coordinates are computed from it."""
+    if step.arguments.get("scale_factors") is not None:
+        return float(axes(step["scale_factors"], dims)[axis])
+    names = {1: ["scales"], 2: ["scales_h", "scales_w"], 3: ["scales_d", "scales_h", "scales_w"]}
+    given = step.arguments.get(names[dims][axis])
+    return None if given is None else float(given)
+
+
+def _line_norm(run: Lines, size: int, dtype: torch.dtype) -> float:
+    """σ1 of a linear map on lines, from above."""
+    columns = []
+    for start in range(0, size, PIECE):
+        count = min(PIECE, size - start)
+        basis = torch.zeros(count, 1, size, dtype=dtype)
+        basis[torch.arange(count), 0, torch.arange(start, start + count)] = 1
+        columns.append(sparse.csr_array(run(basis)[:, 0].double().numpy()))
+    matrix = sparse.csr_array(sparse.vstack(columns))  # (n, m), transposed
+    if not matrix.shape[1]:
+        raise Unbounded("its output is empty")
+    return banded_norm_above(matrix)

@@ -9,7 +9,17 @@ import numpy as np
 import torch
 
 from lipbound.geometry import NUMPY_MODES
-from lipbound.rules.values import Step, Unbounded, Value, register_rule, root_sum, spread, up
+from lipbound.rules.values import (
+    Step,
+    Unbounded,
+    Value,
+    axes,
+    register_rule,
+    side_by_side,
+    spread,
+    up,
+    windows,
+)
 
 MOVES = [
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t",
@@ -21,9 +31,24 @@ MOVES = [
 
 @register_rule(*[f"aten.{name}" for name in MOVES])
 def _move(step: Step) -> float:
-    if step.call.overload == "dtype":
+    if step.call.overload == "dtype" and step.call.op in ("aten.view", "aten.alias"):
         raise Unbounded("it reads the same bits as other numbers")
+    _check_cast(step)
     return 1.0
+
+
+def _check_cast(step: Step) -> None:
+    """A cast rounds. To 16 bits that is rounding like any other here, and said; to 8 it is steps.
+
+    Raises:
+        Unbounded: If the result has less than 16 bits.
+    """
+    dtype, given = step.call.dtype, step.arguments.get("dtype")
+    if dtype is not None and dtype.itemsize < 2:
+        raise Unbounded(f"a cast to {dtype} leaves a few values: it jumps")
+    casts = given is not None or step.call.op in ("aten.copy", "aten.copy_", "aten.type_as")
+    if casts and dtype in (torch.float16, torch.bfloat16):
+        step.note(f"the rounding of a cast to {dtype} is not part of the bound")
 
 
 @register_rule("aten.copy", "aten.copy_")
@@ -31,6 +56,7 @@ def _copy(step: Step) -> Value:
     """What was there before is gone; what comes may be spread by broadcasting."""
     source = step["src"]
     step.read.add("self")
+    _check_cast(step)
     if not isinstance(source, Value):
         return Value(step.shape, 0.0)
     return source.times(spread(source, step.shape), step.shape)
@@ -54,8 +80,23 @@ def _repeat(step: Step) -> float:
 @register_rule("aten.cat", "aten.stack", "aten.concat")
 def _join(step: Step) -> Value:
     found = step.inputs()
-    reason = next((v.why for v in found if v.why), "")
-    return Value(step.shape, root_sum([v.lipschitz for v in found]), reason=reason)
+    return side_by_side(found, step.shape, [1.0] * len(found))
+
+
+@register_rule("aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter")
+def _scatter(step: Step) -> Value:
+    """Entries of one value, the others of another."""
+    _check_cast(step)
+    return _join(step)
+
+
+@register_rule("aten.im2col", "aten.col2im")
+def _unfold(step: Step) -> float:
+    """√(how many windows see one pixel), either way: one is the adjoint of the other."""
+    image = step["output_size"] if "col2im" in step.call.op else step.only().shape[-2:]
+    geometry = [axes(step[name], 2) for name in ("kernel_size", "stride", "padding", "dilation")]
+    step.read |= step.arguments.keys()
+    return up(math.sqrt(math.prod(map(windows, image, *geometry))))
 
 
 @register_rule("aten.index_select")
@@ -64,6 +105,18 @@ def _index_select(step: Step) -> float:
     if not isinstance(index, torch.Tensor):
         raise Unbounded("an index that depends on the input is discontinuous")
     return up(math.sqrt(int(torch.bincount(index.flatten()).max())))
+
+
+@register_rule("aten.index")
+def _index(step: Step) -> float:
+    """√(how often one entry is taken) for constant indices."""
+    value = step.only()
+    if step["self"] is not value:
+        raise Unbounded("an index that depends on the input is discontinuous")
+    numbers = torch.arange(math.prod(value.shape)).reshape(value.shape)
+    indices = [None if i is None else i.cpu() for i in step["indices"]]
+    taken = torch.ops.aten.index(numbers, indices)
+    return up(math.sqrt(int(torch.bincount(taken.flatten()).max()))) if taken.numel() else 0.0
 
 
 @register_rule("aten.pad", "aten.constant_pad_nd", "aten.reflection_pad1d", "aten.reflection_pad2d",

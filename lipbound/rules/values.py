@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils._pytree import tree_leaves
 
 from lipbound.bounds import Bracket, bound, bracket
@@ -25,12 +27,14 @@ class Options:
         effort: Whether to weight blocks.
         method: The layers' bound.
         done: Intervals that were found, by what they are of.
+        notes: What was assumed on the way, for a person.
     """
 
     rtol: float = 1e-3
     effort: str = "normal"
     method: str = "spectral"
     done: dict[tuple[Any, ...], Bracket] = field(default_factory=dict, compare=False, repr=False)
+    notes: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
 
     def keep(self, layer: Layer, found: Bracket) -> None:
         """Spare an equal layer, met again in the graph, a second search."""
@@ -96,10 +100,14 @@ class Linear:
 class Value:
     """A value that depends on the network's input.
 
+    Some function of the inputs with the Lipschitz constant ``lipschitz`` stays within ``error`` of
+    the value, everywhere, both in the L2 norm. An error is what an implementation adds to the
+    textbook's function: torch's softplus jumps a little.
+
     Attributes:
         shape: With the batch axis, which has one entry.
-        constant: A Lipschitz constant of the map from the inputs to it, in the L2 norm; ``None``
-            if ``linear`` says it better.
+        constant: The Lipschitz constant; ``None`` if ``linear`` says it better.
+        apart: The error; without meaning where ``linear`` is.
         linear: The value as a convolution of an earlier one.
         reason: Why the constant is infinite.
         padding: If it is only a padded earlier value: that value, the mode, the amounts.
@@ -110,6 +118,7 @@ class Value:
     constant: float | None = None
     linear: Linear | None = None
     reason: str = ""
+    apart: float = 0.0
     padding: tuple[Value, str, tuple[tuple[int, int], ...]] | None = field(default=None, repr=False)
     origin: Step | None = field(default=None, repr=False)
 
@@ -120,18 +129,28 @@ class Value:
         assert self.constant is not None
         return self.constant
 
+    @cached_property
+    def error(self) -> float:
+        if self.linear is None:
+            return self.apart
+        before = self.linear.anchor.error
+        return up(before * self.linear.norm) if before else 0.0
+
     @property
     def why(self) -> str:
         """Why it is unbounded, if it is."""
         return self.reason or (self.linear.anchor.why if self.linear else "")
 
-    def times(self, gain: float, shape: Sequence[int] | None = None) -> Value:
-        """The value after an operation that is ``gain``-Lipschitz."""
+    def times(self, gain: float, shape: Sequence[int] | None = None, apart: float = 0.0) -> Value:
+        """The value after an operation within ``apart`` of one that is ``gain``-Lipschitz."""
         exact = gain in (0, 1)
         product = gain * self.lipschitz if gain else 0.0
+        error = gain * self.error if gain and self.error else 0.0
+        error = error if exact else up(error) if error else 0.0
         after = self.shape if shape is None else tuple(shape)  # () is a number, to be spread
         why = self.why or ("" if gain < math.inf else "it multiplies with what has no finite size")
-        return Value(after, product if exact else up(product), reason=why)
+        error = up(error + apart) if apart else error
+        return Value(after, product if exact else up(product), reason=why, apart=error)
 
 
 @dataclass
@@ -171,6 +190,23 @@ class Step:
         self.read |= self.arguments.keys()
         leaves = tree_leaves(list(self.arguments.values()))
         return [leaf for leaf in leaves if isinstance(leaf, Value)]
+
+    def size(self, name: str, default: float = 1.0) -> float:
+        """The largest |number| that an argument may stand for.
+
+        A Python number is a float64; a network of another precision rounds it to its own, or to
+        float32.
+
+        Raises:
+            Unbounded: If it is not a number.
+        """
+        given = self.arguments.get(name)
+        return max(map(abs, readings(default if given is None else given, self.call.dtype)))
+
+    def note(self, text: str) -> None:
+        """Say something of it to whoever reads the audit."""
+        place = f" ({self.call.module})" if self.call.module else ""
+        self.options.notes[text + place] = None
 
     def only(self) -> Value:
         """The one argument that depends on the input."""
@@ -239,7 +275,23 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
         result = [result, *[Value((), math.inf, reason=why)] * (call.results - 1)]
     if isinstance(result, Value):
         result.origin = step
+        result = _with_error(result, step)
     return result
+
+
+def _with_error(result: Value, step: Step) -> Value:
+    """What errors its arguments have, a value must have taken into account, whoever made it."""
+    if (
+        not any(v.error for v in step.inputs())
+        or result.error
+        or not 0 < result.lipschitz < math.inf
+    ):
+        return result
+    return Value(
+        result.shape, math.inf, origin=step,
+        reason=f"the rule for {step.call.op} makes a Value without the error of what it is given; "
+        f"use step.only().times(gain)",
+    )  # fmt: skip
 
 
 def _ruled(step: Step) -> Any:
@@ -266,6 +318,39 @@ def up(number: float) -> float:
     Of what is not a number (0·∞, a NaN among the constants) nothing is known: ∞.
     """
     return math.inf if math.isnan(number) else math.nextafter(number, math.inf)
+
+
+def readings(number: Any, dtype: torch.dtype | None = None) -> list[float]:
+    """What a Python number may be in a network: itself, in float32, or in the network's own type.
+
+    Raises:
+        Unbounded: If it is not a number.
+    """
+    exact = torch.tensor(float(number), dtype=torch.float64)
+    if bool(exact.isnan()):
+        raise Unbounded("a constant that it multiplies with is not a number")
+    types = [torch.float32, *([dtype] if dtype in (torch.float16, torch.bfloat16) else [])]
+    rounded = [float(exact.to(kind)) for kind in types]
+    return [float(exact), *(r for r in rounded if 0 < abs(r) < math.inf)]
+
+
+def summed(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]) -> Value:
+    """Σ gainᵢ·valueᵢ: constants and errors add."""
+    total = error = 0.0
+    for value, gain in zip(values, gains, strict=True):
+        total = up(total + up(gain * value.lipschitz))
+        error = up(error + up(gain * value.error)) if value.error else error
+    reason = next((v.why for v in values if v.why), "")
+    return Value(tuple(shape), total, reason=reason, apart=error)
+
+
+def side_by_side(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]) -> Value:
+    """Values whose entries are put beside each other, each first enlarged: squares add."""
+    pairs = list(zip(values, gains, strict=True))
+    total = root_sum([v.lipschitz if g == 1 else up(g * v.lipschitz) for v, g in pairs])
+    error = root_sum([up(g * v.error) for v, g in pairs]) if any(v.error for v in values) else 0.0
+    reason = next((v.why for v in values if v.why), "")
+    return Value(tuple(shape), total, reason=reason, apart=error)
 
 
 def steepest(*slopes: float) -> float:
@@ -298,3 +383,13 @@ def axes(value: int | Sequence[int], dims: int) -> list[int]:
     """One number per axis, where an operation also takes one for all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
+
+
+def windows(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool = False
+) -> int:
+    """The largest number of windows that see one entry of an axis."""
+    count = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 + ceil
+    seen = np.arange(count)[:, None] * stride - padding + np.arange(kernel)[None, :] * dilation
+    inside = seen[(seen >= 0) & (seen < size)]
+    return int(np.bincount(inside, minlength=1).max())

@@ -1,0 +1,353 @@
+"""Check that a captured program does what the network does when it runs.
+
+``torch.export`` runs the network once, on tensors without values. A forward can notice that, and
+do something else: it may ask ``torch.compiler.is_exporting()``, look at the tensor's type or at the
+gradient mode, or try to read a value and catch the error. So nothing is believed of a captured
+program until it was held against the network itself, in three ways:
+
+* *Operation by operation.* Both run on the same input while every operation that PyTorch's
+  dispatcher sees is recorded. Those that the outputs depend on must be the same, in the same
+  order, with the same numbers and the same constant tensors.
+* *By their values*, on several inputs, with and without gradients.
+* *By what stays.* The same input gives the same answer again, and leaves parameters, buffers and
+  plain attributes of all modules as they were.
+
+A network that reads a value which depends on its input (``bool``, ``item``, ``numpy``) is refused
+whatever it does with it: one captured program cannot be all of its branches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Run = Callable[[Tensor], Any]
+
+READERS = {
+    "__array__", "__bool__", "__complex__", "__contains__", "__dlpack__", "__float__",
+    "__format__", "__index__", "__int__", "__nonzero__", "__repr__", "data_ptr", "is_nonzero",
+    "item", "numpy", "storage", "tolist", "untyped_storage",
+}  # fmt: skip
+UNSEEN = {  # arguments that choose a library or a place, not a function
+    "allow_tf32", "benchmark", "cudnn_enable", "cudnn_enabled", "deterministic", "non_blocking",
+    "pin_memory",
+}  # fmt: skip
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "torch.no_grad()": torch.no_grad,
+    "torch.enable_grad()": torch.enable_grad,
+    "torch.inference_mode()": torch.inference_mode,
+}
+SCALES = (1.0, -1.0, 30.0, 0.01, 0.0)
+
+
+@dataclass
+class Operation:
+    """One operation on something that depends on the input."""
+
+    name: str
+    numbers: tuple[Any, ...]
+    constants: list[Tensor]
+    reads: set[int]
+    writes: set[int]
+
+
+@dataclass
+class Trace:
+    """What a run did.
+
+    Attributes:
+        operations: Those on something that depends on the input, in order.
+        read: How a value that depends on the input was read, if one was.
+        outputs: Storages of the results.
+        kept: Keeps every storage alive, so that its address stays its own.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    read: str = ""
+    outputs: set[int] = field(default_factory=set)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def live(self) -> list[Operation]:
+        """Operations that an output depends on; export leaves out the others."""
+        wanted, found = set(self.outputs), []
+        for operation in reversed(self.operations):
+            if operation.writes & wanted:
+                wanted |= operation.reads
+                found.append(operation)
+        return found[::-1]
+
+
+class Reads(TorchFunctionMode):
+    """Notes who asks a tensor for its values.
+
+    Args:
+        trace: Takes the note.
+        failing: Whether only attempts that fail count: while a network is captured nothing has
+            values, and what an attempt returns is followed as a part of the graph.
+        depends: Whether a tensor depends on the input.
+    """
+
+    def __init__(self, trace: Trace, failing: bool, depends: Callable[[Any], bool]):
+        super().__init__()
+        self.trace, self.failing, self.depends = trace, failing, depends
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        reads = name in READERS and any(map(self.depends, args))
+        if reads and not self.failing:
+            self.trace.read = self.trace.read or name
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            if reads:
+                self.trace.read = self.trace.read or name
+            raise
+
+
+class Recorder(TorchDispatchMode):
+    """Follows what depends on the input, storage by storage."""
+
+    def __init__(self, trace: Trace, inputs: Tensor):
+        super().__init__()
+        self.trace = trace
+        self.touched = {_storage(inputs)}
+        trace.kept.append(inputs)
+
+    def depends(self, argument: Any) -> bool:
+        return isinstance(argument, Tensor) and _storage(argument) in self.touched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not any(map(self.depends, given)):
+            return result
+        results = tree_leaves(result)
+        if any(isinstance(leaf, bool | int | float | complex) for leaf in results):
+            self.trace.read = self.trace.read or str(func)
+        before = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        after = [leaf for leaf in results if isinstance(leaf, Tensor)]
+        constants = [t for t in before if not self.depends(t)]
+        self.trace.kept += before + after
+        places = {_storage(t) for t in after}
+        self.touched |= places
+        if not _moves(func):
+            reads = {_storage(t) for t in before}
+            numbers = _numbers(func, args, kwargs or {})
+            self.trace.operations.append(Operation(str(func), numbers, constants, reads, places))
+        return result
+
+
+def record(run: Run, inputs: Tensor) -> Trace:
+    """Run on a copy of the inputs, and note every operation that depends on them."""
+    trace, own = Trace(), inputs.clone()
+    with Recorder(trace, own) as recorder, Reads(trace, False, recorder.depends):
+        results = run(own)
+    trace.outputs = {_storage(t) for t in tree_leaves(results) if isinstance(t, Tensor)}
+    trace.kept += [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+    return trace
+
+
+@contextmanager
+def watched() -> Iterator[Trace]:
+    """Note attempts to read a value while a network is captured, though the error be caught."""
+    trace = Trace()
+    with Reads(trace, True, lambda argument: isinstance(argument, Tensor)):
+        yield trace
+
+
+def difference(model: nn.Module, captured: Run, analysed: Run, inputs: Tensor) -> str:
+    """How the network that runs differs from what was captured of it; empty if it does not.
+
+    Args:
+        model: The network, in eval mode.
+        captured: The program as it was captured, operation by operation.
+        analysed: The program that the bound is of: the same with writing in place taken out.
+        inputs: A few inputs.
+    """
+    one = inputs[:1]
+    with torch.no_grad():
+        first = outputs(model, one)  # lazy parts and caches are made here
+        state = fingerprint(model)
+    for mode, context in MODES.items():
+        with _ordinary_attention(), context():
+            said = _other_operations(record(model, one), record(captured, one))
+            if said:
+                return f"under {mode} {said}"
+            said = _other_values(outputs(model, one), outputs(analysed, one))
+            if said:
+                return f"under {mode} {said}"
+    with torch.no_grad():
+        for place, scale in enumerate(SCALES):
+            x = scale * inputs[place % len(inputs)][None]
+            said = _other_values(outputs(model, x), outputs(analysed, x))
+            if said:
+                return said
+    said = _other_values(_with_gradients(model, one), outputs(analysed, one))
+    if said:
+        return f"where its input requires gradients {said}"
+    with torch.no_grad():
+        again = outputs(model, one)
+        if _other_values(first, again):
+            return "it answers the same input twice in two ways"
+        changed = [name for name, value in fingerprint(model).items() if state.get(name) != value]
+    if changed:
+        return f"it changes its {changed[0]!r} when it runs"
+    return ""
+
+
+def outputs(model: Run, inputs: Tensor) -> list[Tensor]:
+    """What a network says of a batch: its floating-point results."""
+    leaves = tree_leaves(model(inputs.clone()))  # the network may write to what it gets
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+@torch.enable_grad()
+def _with_gradients(model: Run, inputs: Tensor) -> list[Tensor]:
+    """The outputs for an input that requires gradients, or without where that is no way to run."""
+    try:
+        return outputs(model, inputs.detach().requires_grad_())
+    except RuntimeError:  # of an operation that has no derivative
+        return outputs(model, inputs.detach())
+
+
+def _other_operations(network: Trace, captured: Trace) -> str:
+    if network.read:
+        return f"it reads a value that depends on its input ({network.read.strip('_')})"
+    theirs, ours = network.live(), captured.live()
+    for place, (mine, yours) in enumerate(zip(theirs, ours, strict=False)):
+        if mine.name != yours.name:
+            return f"it runs {mine.name} as operation {place + 1}, where {yours.name} was captured"
+        if not _same_numbers(mine.numbers, yours.numbers):
+            return (
+                f"it runs {mine.name} (operation {place + 1}) with {_shown(mine.numbers)}, where "
+                f"{_shown(yours.numbers)} was captured"
+            )
+        if not _same_tensors(mine.constants, yours.constants):
+            return f"it runs {mine.name} (operation {place + 1}) with other constants than captured"
+    if len(theirs) > len(ours):
+        return f"it runs {theirs[len(ours)].name}, which was not captured"
+    if len(theirs) < len(ours):
+        return f"it does not run {ours[len(theirs)].name}, which was captured"
+    return ""
+
+
+def _same_numbers(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(ones) == len(others) and all(
+        one == other or (one != one and other != other)
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _same_tensors(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    if len(ones) != len(others):
+        return False
+    for one, other in zip(ones, others, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if one.is_floating_point() and one.numel() and not _close(one, other, exact=True):
+            return False
+    return True
+
+
+def _other_values(ones: Sequence[Tensor], others: Sequence[Tensor]) -> str:
+    if len(ones) != len(others):
+        return f"it gives {len(ones)} results, where {len(others)} were captured"
+    for one, other in zip(ones, others, strict=True):
+        if one.shape != other.shape:
+            return f"its result is {tuple(one.shape)}, where {tuple(other.shape)} was captured"
+        if one.numel() and not _close(one, other):
+            apart = float((one.double() - other.double()).abs().amax())
+            size = float(one.double().abs().amax())
+            return f"its answer differs by {apart:.3g} of {size:.3g} from what was captured"
+    return ""
+
+
+def _close(one: Tensor, other: Tensor, exact: bool = False) -> bool:
+    """Equal, but for the rounding of a network of this precision; constants more exactly so."""
+    one, other = one.detach(), other.detach()
+    share = rounding(one.dtype) * (1e-3 if exact else 1.0)
+    size = one.double().nan_to_num(0.0, 0.0, 0.0).abs().amax()
+    return torch.allclose(one.double(), other.double(), 0, share * float(size), equal_nan=True)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What rounding may do to a network's answers, about, relative to their size."""
+    return {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 0.1)
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """All that a module may keep from one run to the next: tensors by their bits, plain values."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        kept = {**vars(module), **module._parameters, **module._buffers}
+        for name, value in kept.items():
+            if name in ("_parameters", "_buffers", "_modules") or callable(value):
+                continue
+            for place, leaf in enumerate(tree_leaves(value)):
+                if isinstance(leaf, Tensor):
+                    leaf = _bits(leaf)
+                elif not isinstance(leaf, bool | int | float | str | bytes | None):
+                    continue
+                if leaf != leaf:
+                    leaf = "nan"
+                found[".".join(filter(None, (path, name))) + (f"[{place}]" if place else "")] = leaf
+    return found
+
+
+def _bits(tensor: Tensor) -> bytes:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return b""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data).digest()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _moves(func: Any) -> bool:
+    """Whether an operation only looks at the same numbers otherwise: a view, a detached copy."""
+    name = str(func).removeprefix("aten.").partition(".")[0]
+    if name in ("detach", "detach_", "lift_fresh", "lift_fresh_copy", "alias", "clone"):
+        return True
+    returns = getattr(getattr(func, "_schema", None), "returns", ())
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The numbers among the arguments, the defaults of those that were left out included."""
+    schema = getattr(func, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = {a.name: a.default_value for a in schema.arguments} if schema is not None else {}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    leaves = tree_leaves([value for name, value in given.items() if name not in UNSEEN])
+    return tuple(leaf for leaf in leaves if isinstance(leaf, bool | int | float))
+
+
+def _shown(numbers: Sequence[Any]) -> str:
+    return ", ".join(f"{n:g}" if isinstance(n, float) else str(n) for n in numbers) or "nothing"
+
+
+@contextmanager
+def _ordinary_attention() -> Iterator[None]:
+    """PyTorch's fused attention is taken where nothing records: here it would be a difference."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, before)
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+
+
+def exceeds(lower: float, upper: float, dtype: torch.dtype) -> bool:
+    """Whether a measured lower end is above a bound by more than rounding."""
+    return math.isfinite(lower) and lower > upper * (1 + rounding(dtype))
