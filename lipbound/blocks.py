@@ -28,7 +28,7 @@ from torch import Tensor
 from lipbound.bounds import brackets
 from lipbound.bounds.rounding import norm_above
 from lipbound.geometry import Layer
-from lipbound.progress import Progress, silent
+from lipbound.progress import Progress, silent, time_is_up
 from lipbound.rules import Linear, Step, Value
 from lipbound.rules.values import up
 from lipbound.symbols import evaluate, grid, positions, radians
@@ -318,6 +318,8 @@ def optimised(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 0.002)
     for step in progress(range(steps), "weights"):
         powers = 3 if step < steps // 3 else 5 if step < 2 * steps // 3 else 7
+        if time_is_up():  # any weights are sound
+            break
         optimizer.zero_grad()
         loss = torch.stack([_estimate(k, samples, powers) for k in weights.factors()]).sum()
         loss.backward()

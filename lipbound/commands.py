@@ -160,9 +160,22 @@ def audit(
             "architecture: if any kernel's does)."
         ),
     ] = None,
-    stride: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
-    dilation: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
-    groups: Annotated[int, typer.Option(help="Of weights alone.")] = 1,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Time to search the layers for. Layers that are not done by then keep an upper "
+            "end from a cheaper bound, which is proved too."
+        ),
+    ] = None,
+    stride: Annotated[
+        int, typer.Option(help="Stride to assume when only a weights file is given.")
+    ] = 1,
+    dilation: Annotated[
+        int, typer.Option(help="Dilation to assume when only a weights file is given.")
+    ] = 1,
+    groups: Annotated[
+        int, typer.Option(help="Groups to assume when only a weights file is given.")
+    ] = 1,
 ) -> None:
     """Every layer's gain and the whole network's, certified."""
     check_source(source)
@@ -177,13 +190,13 @@ def audit(
         raise ValueError(f"--effort {effort!r} is not 'normal' or 'high'")
     check_writable(html)
     check_report(html)
-    check_numbers(fail_above=fail_above)
+    check_numbers(fail_above=fail_above, minutes=minutes)
     network, shape, name = network_or_weights(source, model)
     if input_shape is not None:
         shape = input_shape_of(input_shape)
         if not isinstance(network, dict):
             check_input(network, shape)
-    how: dict[str, Any] = {"method": method, "progress": bar}
+    how: dict[str, Any] = {"method": method, "minutes": minutes, "progress": bar}
     geometry = {"stride": stride, "dilation": dilation, "groups": groups}
     if isinstance(network, dict):
         if effort != "normal":

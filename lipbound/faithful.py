@@ -43,9 +43,10 @@ UNSEEN = {  # arguments that choose a library or a place, not a function
     "pin_memory",
 }  # fmt: skip
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "torch.no_grad()": torch.no_grad,
-    "torch.enable_grad()": torch.enable_grad,
-    "torch.inference_mode()": torch.inference_mode,
+    "under torch.no_grad()": torch.no_grad,
+    "under torch.enable_grad()": torch.enable_grad,
+    "for an input that requires gradients": torch.enable_grad,
+    "under torch.inference_mode()": torch.inference_mode,
 }
 SCALES = (1.0, -1.0, 30.0, 0.01, 0.0)
 
@@ -180,21 +181,23 @@ def difference(model: nn.Module, captured: Run, analysed: Run, inputs: Tensor) -
         state = fingerprint(model)
     for mode, context in MODES.items():
         with _ordinary_attention(), context():
-            said = _other_operations(record(model, one), record(captured, one))
+            given = one.detach().requires_grad_("requires" in mode)
+            try:
+                ran = record(model, given)
+            except RuntimeError:
+                if given.requires_grad:  # an operation has no derivative
+                    continue
+                raise
+            said = _other_operations(ran, record(captured, given))
+            said = said or _other_values(outputs(model, given), outputs(analysed, one))
             if said:
-                return f"under {mode} {said}"
-            said = _other_values(outputs(model, one), outputs(analysed, one))
-            if said:
-                return f"under {mode} {said}"
+                return f"{mode} {said}"
     with torch.no_grad():
         for place, scale in enumerate(SCALES):
             x = scale * inputs[place % len(inputs)][None]
             said = _other_values(outputs(model, x), outputs(analysed, x))
             if said:
                 return said
-    said = _other_values(_with_gradients(model, one), outputs(analysed, one))
-    if said:
-        return f"where its input requires gradients {said}"
     with torch.no_grad():
         again = outputs(model, one)
         if _other_values(first, again):
@@ -209,15 +212,6 @@ def outputs(model: Run, inputs: Tensor) -> list[Tensor]:
     """What a network says of a batch: its floating-point results."""
     leaves = tree_leaves(model(inputs.clone()))  # the network may write to what it gets
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-@torch.enable_grad()
-def _with_gradients(model: Run, inputs: Tensor) -> list[Tensor]:
-    """The outputs for an input that requires gradients, or without where that is no way to run."""
-    try:
-        return outputs(model, inputs.detach().requires_grad_())
-    except RuntimeError:  # of an operation that has no derivative
-        return outputs(model, inputs.detach())
 
 
 def _other_operations(network: Trace, captured: Trace) -> str:

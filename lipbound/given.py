@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,13 +70,41 @@ def data_set(name: str, folder: Path | None) -> Any:
     return DATA[name](folder)
 
 
+EVERY = 10  # seconds between two lines where there is no terminal to draw a bar on
+
+
 def bar(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """A bar on a terminal's standard error, gone when done; nothing where nobody looks."""
+    """A bar on a terminal's standard error, gone when done; elsewhere a line every 10 seconds."""
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
+    if not console.is_terminal:
+        yield from _lines(items, what)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as shown:
+        yield from shown.track(items, description=what)
+
+
+def _lines(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """Also while one item takes long: another thread writes them."""
+    start, place, done = time.monotonic(), 0, threading.Event()
+
+    def tell() -> None:
+        while not done.wait(EVERY):
+            spent = time.monotonic() - start
+            said = f"lipbound: {what}: {place} of {len(items)} after {spent:.0f} s"
+            print(said, file=sys.stderr, flush=True)
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        for item in items:
+            yield item
+            place += 1
+    finally:
+        done.set()
 
 
 def network_or_weights(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | None, str]:

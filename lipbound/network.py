@@ -19,7 +19,7 @@ from lipbound.geometry import Convolution, Layer, named, own_forward
 from lipbound.graph import Call, Graph, NotCaptured, capture
 from lipbound.jacobian import jacobian_norm
 from lipbound.modes import in_eval
-from lipbound.progress import Progress, silent
+from lipbound.progress import Progress, silent, time_is_up, within
 from lipbound.rules import Options, Value, follow
 from lipbound.rules.values import layer_bracket, up
 
@@ -120,6 +120,7 @@ def audit(
     method: str = "spectral",
     search: int = 4,
     seed: int = 0,
+    minutes: float | None = None,
     progress: Progress = silent,
 ) -> Audit:
     """Certify a network: every layer, and the whole by its graph.
@@ -138,6 +139,8 @@ def audit(
         method: A name in ``BOUNDS``: what bounds each convolution.
         search: How many inputs to look at for the lower bound; 0 for none.
         seed: Of the random inputs.
+        minutes: Time to search the layers for; those that are not done by then keep an upper end
+            from a cheaper bound. Everything that is returned is proved all the same.
         progress: Shows how far it is, see :mod:`lipbound.progress`.
 
     Returns:
@@ -155,19 +158,20 @@ def audit(
     if isinstance(input_shape, int | str):
         raise ValueError(f"input_shape={input_shape!r} is no shape; pass (3, 32, 32) say")
     options = Options(rtol, effort, method)
-    with in_eval(model):
+    with in_eval(model), within(minutes):
         if inputs is None and input_shape is not None:
             draw = torch.Generator().manual_seed(seed)
             inputs = torch.randn(max(1, search), *input_shape, generator=draw)
         if inputs is not None:
             stored = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
-            like = next(stored, torch.zeros(()))
+            like = next(stored, inputs if inputs.is_floating_point() else torch.zeros(()))
             inputs = inputs.to(like.device, like.dtype, copy=True)  # the network may write to it
         layers = layer_reports(model, options, progress)
         product = _product(layers)
         apart = [name for name, m in model.named_modules() if own_forward(m)]
         note = f"not among the layers, for their forward is their own: {', '.join(apart)}"
         note = note if apart else ""
+        note = "; ".join(part for part in (_cut_short(layers, minutes), note) if part)
         if inputs is None:
             reason = "no input shape was given, so only the layers were read"
             return Audit(layers, math.inf, 0.0, reason, (), product, None, note=note)
@@ -188,7 +192,7 @@ def audit(
             return Audit(layers, math.inf, 0.0, why, (), product, shape, note=note)
         note = "; ".join(part for part in (found.note, other, note) if part)
         found = replace(found, layers=layers, product=product, input_shape=shape, note=note)
-        if not search:
+        if not search or time_is_up():
             return found
         try:
             lower = jacobian_norm(model, inputs[:search])
@@ -237,6 +241,7 @@ def audit_weights(
     rtol: float = 1e-3,
     *,
     method: str = "spectral",
+    minutes: float | None = None,
     progress: Progress = silent,
     **geometry: int,
 ) -> Audit:
@@ -246,6 +251,7 @@ def audit_weights(
         weights: Tensors by name.
         rtol: Relative width of the brackets.
         method: A name in ``BOUNDS``: what bounds each kernel.
+        minutes: Time to search the kernels for, see :func:`audit`.
         progress: Shows how far it is, see :mod:`lipbound.progress`.
         geometry: ``stride``, ``dilation``, ``groups`` of all of them.
 
@@ -276,7 +282,9 @@ def audit_weights(
             f"none of the {len(weights)} tensors is a kernel of three to five axes"
             + (f"; {note}" if note else "")
         )
-    layers = layer_reports(kernels, Options(rtol, method=method), progress)
+    with within(minutes):
+        layers = layer_reports(kernels, Options(rtol, method=method), progress)
+        note = "; ".join(part for part in (_cut_short(layers, minutes), note) if part)
     reason = "weights alone: without the architecture there is no network to bound"
     return Audit(layers, math.inf, 0.0, reason, (), _product(layers), None, note=note)
 
@@ -300,15 +308,27 @@ def layer_reports(
         items = progress(list(linear.items()), "layers")
         found = {name: layer_bracket(layer, options) for name, layer in items}
     reports = []
-    for name, layer in named.items():
+    for name, layer in progress(list(named.items()), "LipBound"):
         if own_forward(layer):
             continue
         if isinstance(layer, _BatchNorm) and layer.running_var is not None:
             reports.append(LayerReport(name, layer, _norm_bracket(layer), None))
         elif name in found:
-            paper = None if isinstance(layer, nn.Linear) else float(bound(layer, "lipbound"))
+            compared = not isinstance(layer, nn.Linear) and not time_is_up()
+            paper = float(bound(layer, "lipbound")) if compared else None
             reports.append(LayerReport(name, layer, found[name], paper))
     return tuple(reports)
+
+
+def _cut_short(layers: Sequence[LayerReport], minutes: float | None) -> str:
+    """How many layers were not searched to the end, if the time is up."""
+    if not time_is_up():
+        return ""
+    count = sum(r.bracket.lower == 0 < r.bracket.upper for r in layers)
+    return (
+        f"after {minutes:g} minutes the search was stopped: the upper ends of {count} of "
+        f"{len(layers)} layers come from a cheaper bound"
+    )
 
 
 def _norm_bracket(layer: _BatchNorm) -> Bracket:

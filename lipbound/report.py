@@ -250,6 +250,9 @@ def attack_table(record: Record, console: Screen | None = None) -> None:
         console.print("no doubts: gradients, iterations, radii and a gradient-free attack agree")
 
 
+ROWS = 400  # of a table on a terminal
+
+
 def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None:
     """Print one line per layer, then the network; plain text when the output is no terminal."""
     console = console or Screen()
@@ -259,12 +262,17 @@ def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None
     table.add_column("geometry", no_wrap=True)
     for heading in ("lower", "upper", "LipBound"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in audit.layers:
+    floor = sorted((row.bracket.upper for row in audit.layers), reverse=True)[:ROWS][-1:] or [0.0]
+    rows = [row for row in audit.layers if row.bracket.upper >= floor[0]][:ROWS]
+    for row in rows:
         numbers = (row.bracket.lower, row.bracket.upper, row.lipbound)
         cells = ["" if value is None else f"{value:.5g}" for value in numbers]
         table.add_row(escape(row.name), geometry(row.layer), *cells)
-    longest = max((len(printable(row.name)) for row in audit.layers), default=0)
+    longest = max((len(printable(row.name)) for row in rows), default=0)
     console.show(table, folds=max(0, longest - 20))
+    if len(rows) < len(audit.layers):
+        left = len(audit.layers) - len(rows)
+        console.print(f"{left:,} layers with smaller upper ends are not shown; --json has them all")
     for line in summary(audit):
         console.print(escape(line))
 
@@ -282,6 +290,11 @@ def summary(audit: Audit) -> list[str]:
             lines.append(f"bounded up to {part.name}{place}: at most {part.lipschitz:.4g}")
     else:
         lines.append(f"network: not bounded, {audit.reason}")
+    if audit.error > 0 and audit.upper < math.inf:
+        lines.append(
+            f"this is the constant of a function within {audit.error:.2g} of the network, which "
+            f"jumps a little; certificates subtract that"
+        )
     if audit.note:
         lines.append(audit.note)
     if audit.lower > 0:
@@ -299,6 +312,7 @@ def audit_json(audit: Audit, title: str) -> str:
         "lipbound": __version__,
         "input_shape": audit.input_shape,
         "upper": _finite(audit.upper),
+        "error": _finite(audit.error),
         "lower": audit.lower,
         "product": _finite(audit.product),
         "reason": audit.reason,

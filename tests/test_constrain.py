@@ -14,6 +14,61 @@ from lipbound import BOUNDS, bracket, constrain, exact, unconstrain
 from lipbound.robust.models import SmallCNN
 
 
+def test_a_change_of_precision_does_not_round_the_scale():
+    """Weights that bfloat16 holds exactly compare equal afterwards; the scale must not change."""
+    torch.manual_seed(0)
+    for _ in range(20):
+        layer = nn.Conv2d(3, 4, 3)
+        with torch.no_grad():
+            layer.weight.copy_((5 * layer.weight).bfloat16().float())
+        constrain(layer, 1.0).eval()
+        for there in (torch.bfloat16, torch.float16):
+            layer.to(there).float()
+            assert bracket(layer).upper <= 1
+            layer.to(there)
+            assert bracket(layer).upper <= 1
+            layer.float()
+        assert "scale" not in dict(layer.named_buffers())
+
+
+CHANGES = {
+    "stride": lambda m: setattr(m, "stride", (1, 1)),
+    "padding": lambda m: setattr(m, "padding", (0, 0)),
+    "padding_mode": lambda m: setattr(m, "padding_mode", "circular"),
+    "dilation": lambda m: setattr(m, "dilation", (2, 2)),
+    "groups": lambda m: setattr(m, "groups", 2),
+    "_reversed_padding_repeated_twice": lambda m: setattr(
+        m, "_reversed_padding_repeated_twice", [0, 0, 0, 0]
+    ),
+    "Doubled": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
+}
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_that_changes_afterwards_is_refused(name, training):
+    layer = constrain(nn.Conv2d(2, 4, 3, stride=2, padding=(1, 2)), 1.0).train(training)
+    with pytest.raises(ValueError, match=name):  # noqa: PT012
+        CHANGES[name](layer)
+        layer(torch.randn(1, 2, 8, 8))
+
+
+@pytest.mark.parametrize("name", ["norm", "method", "scale"])
+def test_what_was_certified_is_certified_anew_when_its_terms_change(name):
+    layer = constrain(nn.Conv2d(2, 4, 3), 1.0).eval()
+    with torch.no_grad():
+        free(layer).mul_(9)
+    assert bracket(layer).upper <= 1
+    constraint = layer.parametrizations.weight[0]
+    setattr(constraint, name, {"norm": 0.5, "method": "lipbound", "scale": 1.0}[name])
+    assert bracket(layer).upper <= (0.5 if name == "norm" else 1)
+
+
 def free(layer: nn.Module) -> nn.Parameter:
     return layer.parametrizations.weight.original
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from zoo import NETWORKS, OPERATIONS, UNBOUNDED, Run, conv
 
 import lipbound
@@ -131,6 +132,11 @@ LOOSE = (
     "roll",
     "minimum",
     "chunks added",
+    "assigned slice",
+    "max with a constant",
+    "einsum stack",
+    "product with a stack",
+    "stack times a value",
 )  # sums of dependent terms
 
 
@@ -291,6 +297,172 @@ def test_radii_of_a_linear_map_are_exact():
         )
         assert radii[index] <= exact * (1 + 1e-12)
         assert radii[index] >= exact * (1 - 1e-9)
+
+
+def test_softplus_jumps_and_certificates_know():
+    """At its threshold torch's softplus is no 1-Lipschitz function; a class flips there."""
+    model = nn.Sequential(nn.Softplus(), nn.Linear(1, 2)).double()
+    jump = math.log1p(math.exp(-20))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
+        model[1].bias.copy_(torch.tensor([-20 - jump / 2, 20 + jump / 2], dtype=torch.float64))
+    found = audit(model, (1,))
+    assert jump <= found.features_error <= 1.001 * jump
+    assert found.error >= math.sqrt(2) * jump
+    assert "softplus jumps" in found.note
+    low = torch.tensor([[20.0]], dtype=torch.float64)  # softplus(20) is above, the identity below
+    high = torch.nextafter(low, low + 1)
+    assert int(model(low).argmax()) != int(model(high).argmax())
+    assert float(lipbound.certify(model, found, low)) == 0
+    far = torch.tensor([[30.0]], dtype=torch.float64)
+    assert 9.99 < float(lipbound.certify(model, found, far)) <= 10
+    with pytest.raises(AssertionError):  # of the check itself
+        assert (
+            float(lipbound.certify(model, dataclasses.replace(found, features_error=0.0), low)) == 0
+        )
+
+
+@pytest.mark.parametrize(("beta", "threshold"), [(1.0, 20.0), (1000.0, 7.0), (-1000.0, 7.0)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_jump_is_within_the_error(beta, threshold, dtype):
+    model = nn.Sequential(nn.Softplus(beta, threshold), nn.Softplus(beta, threshold)).to(dtype)
+    found = audit(model, (1,), search=0)
+    at = torch.tensor(threshold / beta, dtype=dtype)
+    points = [at]
+    for _ in range(30):
+        points.append(torch.nextafter(points[-1], at + 1))
+        points.insert(0, torch.nextafter(points[0], at - 1))
+    x = torch.stack(points)[:, None]
+    with torch.no_grad():
+        y = model(x)
+    apart, moved = (y - y.mT).abs().double(), (x - x.mT).abs().double()
+    rounding = 8 * torch.finfo(dtype).eps * float(y.abs().max())
+    assert (apart <= found.upper * moved + 2 * found.error + rounding).all()
+    assert float(apart.max()) > 2 * float(moved.max()) or dtype is torch.float32
+
+
+def test_errors_add_up_along_the_graph():
+    """A sum's error is the sum of two, a concatenation's the root of the squares' sum."""
+    soft, line = nn.Softplus(), nn.Linear(2, 2, bias=False).double()
+    with torch.no_grad():
+        line.weight.copy_(3 * torch.eye(2))
+    one = math.sqrt(2) * math.log1p(math.exp(-20))
+    cases = {
+        "after": (nn.Sequential(soft, line), 3 * one),
+        "before": (nn.Sequential(line, soft), one),
+        "twice": (nn.Sequential(soft, soft), 2 * one),
+        "sum": (Run(lambda m, x: m.s(x) + 2 * m.s(x.flip(1)), s=soft), 3 * one),
+        "beside": (Run(lambda m, x: torch.cat([m.s(x), m.s(x)], 1), s=soft), math.sqrt(2) * one),
+        "larger": (Run(lambda m, x: torch.maximum(m.s(x), -m.s(x)), s=soft), math.sqrt(2) * one),
+        "spread": (Run(lambda m, x: m.s(x)[:, None] + torch.zeros(3, 1), s=soft), 3**0.5 * one),
+        "residual": (Run(lambda m, x: m.s(x) + m.l(m.s(x)), s=soft, l=line), 4 * one),
+        "lost": (Run(lambda m, x: x + 0 * m.s(x), s=soft), 0.0),
+        "two results": (Run(lambda m, x: (m.s(x), m.s(x)), s=soft), math.sqrt(2) * one),
+    }
+    for name, (model, truth) in cases.items():
+        found = audit(model.double(), (2,), search=0)
+        assert found.upper < math.inf, name
+        assert truth <= found.error <= truth * 1.01 + 1e-300, name
+
+
+def test_a_rule_that_forgets_the_error_is_refused():
+    @register_rule("aten.diff")
+    def diff(step):
+        return values.Value(step.shape, 2.0 * step.only().lipschitz)
+
+    try:
+        model = Run(lambda m, x: torch.diff(m.s(x)), s=nn.Softplus())
+        assert "without the error" in audit(model, (3,), search=0).reason
+        assert audit(Run(lambda m, x: torch.diff(x)), (3,), search=0).upper < 2.001
+    finally:
+        del RULES["aten.diff"]
+
+
+@pytest.mark.parametrize("power", [-160, -200, -300, 150])
+def test_norms_neither_underflow_nor_overflow(power):
+    size = 10.0**power
+    column = torch.full((4,), size, dtype=torch.float64)
+    model = Run(lambda m, x: (x / size) @ column, like=nn.Linear(1, 1).double())
+    assert 2 <= audit(model, (4,), search=0).upper <= 2.001
+    stacked = Run(lambda m, x: (x / size) @ column.expand(2, 4)[..., None], like=model.like)
+    assert 2 * math.sqrt(2) <= audit(stacked, (4,), search=0).upper <= 2.001 * math.sqrt(2)
+    head = nn.Linear(2, 3, bias=False).double()
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1.0, 0], [0, 1], [0, 0]]).double() * size)
+    x = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
+    radius = float(lipbound.certify(head, audit(head, (2,)), x))
+    assert radius == pytest.approx(math.sqrt(2))  # of the diagonal
+    assert radius <= math.sqrt(2)
+
+
+def test_a_tie_has_no_radius_though_the_rows_be_equal():
+    head = nn.Linear(2, 3, bias=False).double()
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1.0, 0], [1, 0], [0, 1]]))
+    x = torch.tensor([[3.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
+    first, second = lipbound.certify(head, audit(head, (2,)), x).tolist()
+    assert (first, second) == (0, pytest.approx(math.sqrt(2)))
+
+
+def single(number):
+    return float(torch.tensor(number, dtype=torch.float32))
+
+
+NUMBERS = {
+    "factor": (Run(lambda m, x: 0.7 * x), 0.7, 1),
+    "divisor": (Run(lambda m, x: x / 0.7), 0.7, -1),
+    "alpha": (Run(lambda m, x: torch.add(torch.zeros(3), x, alpha=0.1)), 0.1, 1),
+    "alpha of sub": (Run(lambda m, x: torch.sub(torch.zeros(3), x, alpha=0.1)), 0.1, 1),
+    "alpha of rsub": (Run(lambda m, x: torch.rsub(x, torch.zeros(3), alpha=0.1)), 0.1, 1),
+    "alpha of addmm": (
+        Run(lambda m, x: torch.addmm(torch.zeros(3), x, torch.eye(3), alpha=0.1)), 0.1, 1,
+    ),
+    "leaky": (nn.LeakyReLU(1.1), 1.1, 1),
+    "rrelu": (nn.RReLU(1.1, 1.1), 1.1, 1),
+    "elu": (nn.ELU(1.1), 1.1, 1),
+    "mean": (Run(lambda m, x: x.mean(1)), 3.0, -0.5),
+    "layer norm": (nn.LayerNorm(3, eps=1.1e-5), 1.1e-5, -0.5),
+    "group norm": (Run(lambda m, x: F.group_norm(x, 1, eps=1.1e-5)), 1.1e-5, -0.5),
+    "batch norm": (
+        Run(lambda m, x: F.batch_norm(x, torch.zeros(3), torch.zeros(3), eps=1.1e-5)), 1.1e-5, -0.5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_python_number_is_also_what_float32_makes_of_it(name):
+    """0.1 is larger in float32, 0.7 smaller; a bound is for both."""
+    model, number, power = NUMBERS[name]
+    truth = max(number**power, single(number) ** power)
+    upper = audit(model, (3,), search=0).upper
+    assert upper >= truth * (1 - 1e-15)
+    assert upper <= truth * (1.002 if name == "alpha of addmm" else 1 + 2e-6)
+
+
+def test_casts_are_said():
+    found = audit(Run(lambda m, x: x.half().to(x.dtype)), (3,))
+    assert found.upper < 1.001
+    assert "rounding of a cast to torch.float16 is not part of the bound" in found.note
+    found = audit(Run(lambda m, x: (x, x.argmax(1))), (3,))
+    assert "1 result(s) of whole numbers are no part of the bound" in found.note
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.AvgPool2d(2), (1, 512, 512)),
+        (nn.Upsample(scale_factor=2, mode="bilinear"), (1, 512, 512)),
+        (nn.Upsample(scale_factor=2, mode="bicubic"), (1, 300, 512)),
+        (nn.AdaptiveAvgPool2d((1, 7)), (1, 600, 512)),
+    ],
+)
+def test_large_images_are_pooled_and_resized_by_lines(layer, shape):
+    """Each axis as the matrix it is to a line: images would take gigabytes."""
+    small = audit(layer, (1, 24, 25), search=0).upper
+    upper = audit(layer, shape, search=0).upper
+    assert upper < math.inf
+    if not isinstance(layer, nn.AdaptiveAvgPool2d):
+        assert upper == pytest.approx(small, rel=0.02)
 
 
 def test_radii_of_unbounded_networks_are_zero():

@@ -63,6 +63,19 @@ def normalized(m, x):
     return m.net((x - mean) / 0.25)
 
 
+def assigned(x, column):
+    y = x.clone()
+    y[:, 0] = column
+    return y
+
+
+def stack(*shape):
+    return CONSTANTS[: math.prod(shape)].reshape(shape)
+
+
+CONSTANTS = torch.randn(64, generator=torch.Generator().manual_seed(1))  # float32
+
+
 def attention(m, x):
     tokens = m.conv(x).flatten(2).transpose(1, 2)
     return F.scaled_dot_product_attention(tokens, tokens, tokens)
@@ -239,6 +252,31 @@ UNBOUNDED: dict[str, tuple] = {
         lambda: Run(lambda m, x: sum(torch.unsafe_chunk(m.c(x), 16, 1)), c=conv(3, 16)), IMAGE,
         "no rule for aten.unsafe_split",
     ),
+    "float8": (
+        lambda: Run(lambda m, x: m.c(x).to(torch.float8_e4m3fn).to(x.dtype), c=conv(3, 2)), IMAGE,
+        "float8_e4m3fn leaves a few values",
+    ),
+    "copied integers": (
+        lambda: Run(lambda m, x: torch.zeros(1, 3, 8, 8, dtype=torch.int8).copy_(m.c(x)) * 1.0,
+                    c=conv(3, 3)), IMAGE, "jumps",
+    ),
+    "mask of the input": (
+        lambda: Run(lambda m, x: m.c(x).masked_fill(m.c(x) > 0, 0.0), c=conv(3, 2)), IMAGE, "jumps",
+    ),
+    "index of the input": (
+        lambda: Run(lambda m, x: torch.ones(9)[m.c(x).argmax(1)], c=conv(3, 2)), IMAGE, "argmax",
+    ),
+    "hard shrink": (
+        lambda: Run(lambda m, x: F.hardshrink(m.c(x)), c=conv(3, 2)), IMAGE, "jumps",
+    ),
+    "threshold": (
+        lambda: Run(lambda m, x: F.threshold(m.c(x), 0.1, 0.0), c=conv(3, 2)), IMAGE,
+        "discontinuous",
+    ),
+    "einsum of two": (
+        lambda: Run(lambda m, x: torch.einsum("bchw,bchw->b", m.c(x), x), c=conv(3, 3)), IMAGE,
+        "einsum",
+    ),
     "gate": (lambda: Run(lambda m, x: F.glu(m.c(x), 1), c=conv(3, 2)), IMAGE, "aten.glu"),
 }  # fmt: skip
 
@@ -304,6 +342,39 @@ OPERATIONS: dict[str, tuple] = {
     "addmm": (
         Run(lambda m, x: torch.addmm(torch.zeros(3).to(x), x, torch.eye(3).to(x), alpha=5)), (3,),
     ),
+    "softshrink": (nn.Softshrink(0.3), (5,)),
+    "threshold of itself": (nn.Threshold(0.2, 0.2), (5,)),
+    "clip": (Run(lambda m, x: x.clip(-1, 1)), (4,)),
+    "unfold": (nn.Unfold(3, dilation=2, padding=1, stride=(1, 2)), (2, 7, 6)),
+    "fold": (nn.Fold((5, 4), 2, padding=1), (8, 30)),
+    "instance norm kept": (nn.InstanceNorm2d(2, affine=True, track_running_stats=True), (2, 3, 3)),
+    "assigned": (Run(lambda m, x: assigned(x, 2 * x[:, 1])), (3,)),
+    "assigned slice": (Run(lambda m, x: torch.slice_scatter(x, 3 * x[:, :2], 1, 2, 4)), (4,)),
+    "cumsum": (Run(lambda m, x: x.cumsum(2)), (2, 7)),
+    "max of an axis": (Run(lambda m, x: x.max(1).values), (3, 4)),
+    "min of an axis": (Run(lambda m, x: x.min(2, keepdim=True)[0]), (2, 5)),
+    "max with a constant": (Run(lambda m, x: torch.max(x[:, :1], torch.zeros(4).to(x))), (2,)),
+    "median": (Run(lambda m, x: x.median(1).values), (5,)),
+    "sort": (Run(lambda m, x: x.sort(1, descending=True).values), (5,)),
+    "topk": (Run(lambda m, x: x.topk(2, 1).values), (5,)),
+    "masked fill": (
+        Run(lambda m, x: x.masked_fill(torch.tensor([True, False, False]), 0.0)), (3,),
+    ),
+    "index": (Run(lambda m, x: x[:, [0, 2, 2]]), (3,)),
+    "lower triangle": (Run(lambda m, x: x.tril()), (3, 3)),
+    "batched product": (
+        Run(lambda m, x: torch.bmm(x, stack(1, 3, 4).to(x).expand(len(x), 3, 4))), (2, 3),
+    ),
+    "product with a stack": (Run(lambda m, x: x[:, None, None] @ stack(5, 3, 2).to(x)), (3,)),
+    "stack times a value": (Run(lambda m, x: stack(1, 5, 2, 3).to(x) @ x), (1, 3, 2)),
+    "einsum matrix": (Run(lambda m, x: torch.einsum("bi,ij->bj", x, stack(3, 2).to(x))), (3,)),
+    "einsum stack": (Run(lambda m, x: torch.einsum("bi,kij->bkj", x, stack(4, 3, 2).to(x))), (3,)),
+    "einsum batch": (
+        Run(lambda m, x: torch.einsum("bki,kij->bkj", x, stack(2, 3, 2).to(x))), (2, 3),
+    ),
+    "einsum diagonal": (Run(lambda m, x: torch.einsum("bi,i->bi", x, stack(3).to(x))), (3,)),
+    "einsum sum": (Run(lambda m, x: torch.einsum("bij,j->b", x, stack(3).to(x))), (4, 3)),
+    "einsum alone": (Run(lambda m, x: torch.einsum("bij->bji", x)), (4, 3)),
     "token residual": (Run(lambda m, x: x + m.l(x), l=nn.Linear(4, 4)), (5, 4)),
     "max pool ceil indices": (nn.MaxPool2d(3, 2, ceil_mode=True, return_indices=True), (1, 6, 6)),
     "negative leaky prelu": (nn.PReLU(init=-3.0), (4,)),

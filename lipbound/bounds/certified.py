@@ -16,13 +16,14 @@ from torch.nn.modules.conv import _ConvNd
 from lipbound.bounds.cells import Cover
 from lipbound.bounds.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.finite import attained, embedding, grid_maximum
-from lipbound.bounds.rounding import UNIT, Scaled, double
+from lipbound.bounds.rounding import UNIT, Scaled, double, gamma
 from lipbound.bounds.search import Search
 from lipbound.geometry import Convolution, Layer, convolution, named, own_forward
 from lipbound.memory import in_pieces, piece
-from lipbound.progress import Progress, silent
+from lipbound.progress import OutOfTime, Progress, check_time, silent
 from lipbound.symbols import evaluate, taps
 
+TOGETHER = 1024  # layers of one shape: beyond that nothing is gained, and nothing is seen
 LIMIT = 5e9  # cells at once times n³ + 1e5: a flat symbol of three axes would never end
 
 
@@ -125,6 +126,25 @@ def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> 
 
 
 def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
+    try:
+        return _searched(problems, rtol, polish)
+    except OutOfTime:
+        return [_unsearched(problem) for problem in problems]
+
+
+def _unsearched(problem: _Problem) -> _Found:
+    """What takes one pass over the taps: σ1(F) ≤ σ1(Σ|K|), and two bounds on the norm of that."""
+    _, rows, columns, *sizes = problem.taps.shape
+    sums = problem.taps.flatten(3).abs().sum(-1)  # (groups, n, N)
+    energy = torch.linalg.vector_norm(sums.flatten(1), dim=1)
+    lines = (sums.sum(1).amax(1) * sums.sum(2).amax(1)).sqrt()
+    upper = float(torch.minimum(energy, lines).amax())
+    slack = 1 + gamma(math.prod(sizes) + rows * columns + 64)
+    left = np.zeros(rows, dtype=np.complex128)
+    return _Found(0.0, upper * slack, 0, (0.0,) * len(sizes), left, 0)
+
+
+def _searched(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
     counts = np.array([len(p.taps) for p in problems])
     owner = np.arange(len(problems)).repeat(counts)
     first = counts.cumsum() - counts
@@ -223,9 +243,14 @@ def brackets(
         shape, place = problem.taps.shape[1:], problem.taps.device
         groups.setdefault((tuple(shape), place), []).append(name)
     found: dict[str, Bracket] = {}
-    for names in progress(list(groups.values()), "layers"):
+    parts = [part for names in groups.values() for part in _batched(names, TOGETHER)]
+    for names in progress(parts, "layers"):
         found |= in_pieces(partial(_bracketed, {name: problems[name] for name in names}, rtol))
     return {name: found[name] for name in layers}
+
+
+def _batched(names: Sequence[str], count: int) -> list[Sequence[str]]:
+    return [names[start : start + count] for start in range(0, len(names), count)]
 
 
 def _bracketed(problems: Mapping[str, _Problem], rtol: float) -> dict[str, Bracket]:
@@ -243,12 +268,17 @@ def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
     big, small = problem.scales
     lower, upper, evaluations = found.lower, found.upper * (1 + 8 * UNIT), found.evaluations
     if conv.input_size is not None:
-        grid = embedding(conv, frequency)
-        if grid is not None:
-            proved, spent = grid_maximum(Field(problem.taps), grid, upper, rtol)
-            upper, evaluations = min(upper, proved), evaluations + spent
-        # On the operator itself, scaled as the symbol is, so that tiny weights do not underflow.
-        lower = attained(replace(conv, kernel=conv.kernel.double() / big / small), rtol)
+        lower = 0.0
+        try:
+            grid = embedding(conv, frequency)
+            if grid is not None:
+                proved, spent = grid_maximum(Field(problem.taps), grid, upper, rtol)
+                upper, evaluations = min(upper, proved), evaluations + spent
+            check_time()
+            # On the operator itself, scaled as the symbol is: tiny weights do not underflow.
+            lower = attained(replace(conv, kernel=conv.kernel.double() / big / small), rtol)
+        except OutOfTime:
+            pass
     elif conv.symbol_stride() != replace(conv, padding_mode="zeros").symbol_stride():
         # Circular padding of unknown size: the symbol without stride is only an upper bound. What
         # long inputs come up to is the strided one's supremum, as without the wrapping.

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lipbound.progress import check_time
+
 SMALL = 16  # matrices solved outright
 
 
@@ -115,6 +117,7 @@ def uphill(
     dims = positions.shape[1]
     lattice = np.stack(np.meshgrid(*[np.arange(-2, 3) / 2] * dims), -1).reshape(-1, dims)
     for _ in range(8):
+        check_time()
         tried = frequency[:, None] + reach[:, None, None] * lattice  # (Q, 5^D, D)
         angles = tried @ positions.T
         even = coefficients.real[:, None] * np.cos(angles)

@@ -25,6 +25,7 @@ from lipbound.bounds.rounding import (
     symbol_error,
 )
 from lipbound.memory import piece
+from lipbound.progress import check_time
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
 CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # complex matrices handled at once
@@ -94,6 +95,7 @@ class Field:
         even: list[Tensor] = []
         odd: list[Tensor] = []
         for lag in self.lags.astype(int).tolist():
+            check_time()
             late, soon = _shifted(grid, lag), _shifted(grid, [-h for h in lag])
             product = late.flatten(2) @ soon.flatten(2).mT
             if even:
@@ -156,7 +158,9 @@ class Field:
         """Slices of at most ``chunk`` cells, as even as can be; more where entries are smaller."""
         parts = math.ceil(count / (self.chunk * 16 // entry))
         ends = [count * i // max(1, parts) for i in range(parts + 1)]
-        return (slice(a, b) for a, b in pairwise(ends))
+        for first, last in pairwise(ends):
+            check_time()
+            yield slice(first, last)
 
     def gap(self, block: Integers, frequency: Floats, scale: Floats) -> Tensor:
         """I − scale·FF* for block ``block[p]`` at ``frequency[p]``: ``(P, n, n)`` complex128."""

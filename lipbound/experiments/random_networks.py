@@ -14,6 +14,7 @@ from torch.nn import functional
 
 MOST = 160  # entries of a value inside a network
 MIXED = 10_000_000  # from this seed on the grammar has Mixed; networks of earlier seeds stay
+SLY = 30_000_000  # from this seed on it has Further and Sly
 EFFORT = 50  # every so many networks is one for the audit's effort='high'
 Shape = tuple[int, ...]
 
@@ -125,13 +126,113 @@ class Mixed(nn.Module):
         return torch.stack([x, x.flip(-1), x]).sum(0)
 
 
+class Further(nn.Module):
+    """Operations of which only one axis, an order or a constant is known."""
+
+    KINDS = ("cumsum", "sort", "largest", "mask", "index", "einsum", "stack", "written", "unfold",
+             "shrink", "median", "triangle")  # fmt: skip
+    table: Tensor
+    kept: Tensor
+
+    def __init__(self, kind: str, shape: Shape, generator: torch.Generator):
+        super().__init__()
+        self.kind = kind
+        size = shape[-1]
+        self.register_buffer("table", torch.randn(3, size, size, generator=generator))
+        self.register_buffer("kept", torch.rand(size, generator=generator) < 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "cumsum":
+            return x.cumsum(-1)
+        if self.kind == "sort":
+            return x.sort(1).values
+        if self.kind == "median":
+            return x - x.median(-1, keepdim=True).values
+        if self.kind == "largest":
+            return x + x.max(1, keepdim=True).values
+        if self.kind == "mask":
+            return x.masked_fill(self.kept > 0.5, 0.3)
+        if self.kind == "index":
+            return x[..., torch.arange(x.shape[-1]) // 2]
+        if self.kind == "einsum":
+            lines = x.flatten(2)[..., : self.table.shape[1]]
+            return torch.einsum("bci,ij->bcj", lines, self.table[0]).reshape(
+                *x.shape[:2], *[1] * (x.ndim - 3), -1
+            )
+        if self.kind == "stack":
+            return (x[:, :1].unsqueeze(1) @ self.table).flatten(1, 2)
+        if self.kind == "written":
+            y = x.clone()
+            y[..., 0] = 2 * x[..., -1]
+            return y
+        if self.kind == "unfold":
+            return functional.unfold(x, 2, padding=1).unsqueeze(-1)
+        if self.kind == "shrink":
+            return functional.softshrink(x, 0.2)
+        return x.tril()
+
+
+class Sly(nn.Module):
+    """Does one thing while it is captured, or at first, and another when it runs: to be refused."""
+
+    KINDS = (
+        "exporting",
+        "type",
+        "grad",
+        "inference",
+        "caught",
+        "text",
+        "counter",
+        "drift",
+        "buffer",
+    )
+    scale: Tensor
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "counter":
+            self.calls += 1
+        elif self.kind == "drift":
+            with torch.no_grad():
+                self.weight.mul_(1.01)
+            return x * self.weight
+        elif self.kind == "buffer":
+            if not torch.compiler.is_exporting():
+                self.scale.add_(0.01)
+            return x * self.scale
+        return 3 * x if self._steep(x) else x
+
+    def _steep(self, x: Tensor) -> bool:
+        if self.kind == "exporting":
+            return not torch.compiler.is_exporting()
+        if self.kind == "type":
+            return type(x) is Tensor
+        if self.kind == "grad":
+            return torch.is_grad_enabled()
+        if self.kind == "inference":
+            return torch.is_inference_mode_enabled()
+        if self.kind == "text":
+            return "Fake" not in repr(x)
+        if self.kind == "caught":
+            try:
+                return bool(x.sum() < math.inf)
+            except Exception:
+                return False
+        return self.calls > 10_000
+
+
 class Grammar:
     """Draws modules that take a value of a given shape ``(channels, *spatial)``."""
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
         self.dims = int(self.rng.choice([1, 2, 2, 2, 3]))
-        self.mixes = seed >= MIXED
+        self.mixes, self.sly = seed >= MIXED, seed >= SLY
 
     def pick(self, options: Sequence[Any]) -> Any:
         return options[int(self.rng.integers(len(options)))]
@@ -185,6 +286,10 @@ class Grammar:
                  self.resize, self.pad, self.transposed, self.small]  # fmt: skip
         if self.mixes:
             kinds += [self.mixed, self.mixed]
+        if self.sly:
+            kinds += [self.further, self.further, self.further]
+            if self.rng.random() < 0.02:
+                return Sly(self.pick(Sly.KINDS))
         if depth and self.rng.random() < 0.35:
             return self.composite(shape, depth - 1)
         return self.pick(kinds)(shape)
@@ -192,6 +297,10 @@ class Grammar:
     def mixed(self, shape: Shape) -> nn.Module:
         draw = torch.Generator().manual_seed(int(self.rng.integers(1 << 30)))
         return Mixed(self.pick(Mixed.KINDS), shape, draw)
+
+    def further(self, shape: Shape) -> nn.Module:
+        draw = torch.Generator().manual_seed(int(self.rng.integers(1 << 30)))
+        return Further(self.pick(Further.KINDS), shape, draw)
 
     def composite(self, shape: Shape, depth: int) -> nn.Module:
         kind = self.pick(["residual", "residual", "shortcut", "concat", "larger", "reuse", "gate"])
@@ -360,6 +469,8 @@ def code(module: nn.Module) -> str:
         return f"Larger({code(module.one)}, {code(module.other)})"
     if isinstance(module, Reuse):
         return f"Reuse({code(module.body)}, {module.times})"
+    if isinstance(module, Sly):
+        return f"Sly({module.kind!r})"
     if isinstance(module, Shuffle):
         return f"Shuffle({module.kind!r})"
     return f"nn.{module!r}"

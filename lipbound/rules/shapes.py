@@ -37,6 +37,12 @@ def _move(step: Step) -> float:
     return 1.0
 
 
+@register_rule("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.new_zeros",
+               "aten.new_ones", "aten.new_full")  # fmt: skip
+def _constant(step: Step) -> float:
+    return 0.0  # of the value only the shape is read
+
+
 def _check_cast(step: Step) -> None:
     """A cast rounds. To 16 bits that is rounding like any other here, and said; to 8 it is steps.
 

@@ -145,8 +145,9 @@ class Value:
         """The value after an operation within ``apart`` of one that is ``gain``-Lipschitz."""
         exact = gain in (0, 1)
         product = gain * self.lipschitz if gain else 0.0
-        error = gain * self.error if gain and self.error else 0.0
-        error = error if exact else up(error) if error else 0.0
+        error = 0.0
+        if gain and self.error:
+            error = gain * self.error if exact else up(gain * self.error)
         after = self.shape if shape is None else tuple(shape)  # () is a number, to be spread
         why = self.why or ("" if gain < math.inf else "it multiplies with what has no finite size")
         error = up(error + apart) if apart else error

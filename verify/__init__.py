@@ -1,0 +1,1 @@
+"""Hunts for violations of what lipbound promises: ``python -m verify NAME``. Not in the wheel."""
