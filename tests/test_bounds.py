@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from cases import LAYERS, ROUNDING, build, kernels, spectral_norm
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy import sparse
 from torch import nn
 
-from lipbound import BOUNDS, ESTIMATES, bound, estimate, exact
-from lipbound.bounds.rounding import round_up, spectral_norm_above
+from lipbound import BOUNDS, ESTIMATES, bound, bracket, estimate, exact
+from lipbound.bounds.banded import banded_norm_above
+from lipbound.bounds.rounding import norms_above, round_up, spectral_norm_above
+from lipbound.progress import within
 from lipbound.toeplitz import operator_matrix
 
 EACH_BOUND = pytest.mark.parametrize("method", BOUNDS)
@@ -268,6 +274,28 @@ def test_spectral_norm_above_is_above_and_close(rows, columns, complex_, seed):
     assert (above <= truth * (1 + 1e-12) + 1e-14).all()
 
 
+def test_banded_norms_are_above_and_close():
+    draw = np.random.default_rng(0)
+    for size in (1, 2, 7, 40):
+        for width, power in itertools.product((0, 1, 3, size), (-300, 0, 150)):
+            matrix = np.tril(np.triu(draw.normal(size=(size, size + 3)), -width), width)
+            matrix[0] += 1
+            truth = np.linalg.norm(matrix, 2)
+            found = banded_norm_above(sparse.csr_array(matrix * 10.0**power)) / 10.0**power
+            assert truth * (1 - 1e-14) <= found <= truth * (1 + 1e-9)
+    assert banded_norm_above(sparse.csr_array(np.zeros((3, 4)))) == 0
+
+
+@pytest.mark.parametrize("power", [-320, -308, -160, 0, 160, 307])
+def test_norms_of_any_size_are_above(power):
+    rows = torch.randn(50, 7, dtype=torch.float64) * 10.0**power
+    for row, found in zip(rows.tolist(), norms_above(rows).tolist(), strict=True):
+        squares = sum(Fraction(x) ** 2 for x in row)
+        assert Fraction(found) ** 2 >= squares
+        assert Fraction(found) ** 2 <= squares * (1 + Fraction(1, 10**9)) or power < -300
+    assert norms_above(torch.zeros(2, 3)).tolist() == [0, 0]
+
+
 @given(st.floats(0, 1e308))
 def test_round_up(value):
     number = torch.tensor(value, dtype=torch.float64)
@@ -275,6 +303,42 @@ def test_round_up(value):
         up = round_up(number, dtype)
         assert up.double() >= number
         assert (value == 0) == (float(up) == 0)
+
+
+@pytest.mark.parametrize("gain", [1e-200, 10.0])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_bracket_without_time_is_still_a_bound(name, gain):
+    layer, size = build(name), LAYERS[name]["size"]
+    with torch.no_grad():
+        layer.weight *= gain
+    with within(0):
+        found = bracket(layer)
+        sized = bracket(layer, input_shape=size)
+    for one in (found, sized):
+        assert one.lower == 0
+        assert one.upper >= exact(layer, size) * ROUNDING
+    with torch.no_grad():
+        loose = float(layer.weight.abs().sum()) * 4
+    assert found.upper <= loose
+
+
+def test_time_that_is_up_inside_a_search(monkeypatch):
+    """After every number of looks at the clock: what is known by then, or the whole answer."""
+    layer = build("3x3")
+    whole, looks = bracket(layer), []
+
+    def late(after):
+        looks.append(after)
+        return len(looks) > after
+
+    for after in (1, 2, 4, 8, 16, 10_000):
+        looks.clear()
+        monkeypatch.setattr("lipbound.progress.time_is_up", lambda after=after: late(after))
+        found = bracket(layer)
+        assert found.lower <= whole.upper
+        assert found.upper >= whole.lower
+    assert found == whole
+    assert len(looks) > 4
 
 
 def test_estimates_are_not_bounds():

@@ -14,7 +14,7 @@ import torch
 
 import lipbound
 import lipbound.robust.models
-from lipbound import cli, demo
+from lipbound import cli, demo, given
 from lipbound.report import Screen, audit_table
 from lipbound.sizes import input_shapes
 
@@ -405,6 +405,37 @@ cli.main()
     assert (ended.returncode, ended.stderr) == (130, "lipbound: interrupted\n")
     later = fresh("import torch\n" + code.replace("KeyboardInterrupt", "ValueError"))
     assert (later.returncode, later.stderr) == (130, "lipbound: interrupted\n")
+
+
+def test_an_audit_stops_after_its_minutes(monkeypatch, capsys, tmp_path):
+    torch.save({"a": torch.randn(4, 3, 3, 3), "b": torch.randn(2, 3, 5)}, tmp_path / "w.pt")
+    code, out, _ = run(monkeypatch, capsys, "audit", str(tmp_path / "w.pt"), "--minutes", "0")
+    assert code == 0
+    assert "after 0 minutes the search was stopped: the upper ends of 2 of 2 layers" in out
+    code, out, _ = run(monkeypatch, capsys, "audit", "demo", "--minutes", "0", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["upper"] > lipbound.audit(demo.network(), demo.INPUT_SHAPE).upper
+    code, out, err = run(monkeypatch, capsys, "audit", "demo", "--minutes", "-1")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_long_work_says_how_far_it_is_without_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(given, "EVERY", 1e-3)
+    said = ""
+    for item in given.bar([1, 2], "layers"):
+        while item == 2 and "layers: 1 of 2 after 0 s" not in said:  # written by another thread
+            said += capsys.readouterr().err
+    assert "lipbound: layers: 1 of 2 after 0 s\n" in said
+
+
+def test_many_layers_are_cut_to_the_largest(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("lipbound.report.ROWS", 3)
+    torch.save({f"k{i}": torch.full((1, 1, 3), float(i)) for i in range(5)}, tmp_path / "w.pt")
+    _, out, _ = run(monkeypatch, capsys, "audit", str(tmp_path / "w.pt"))
+    assert "2 layers with smaller upper ends are not shown" in out
+    assert "k1 " not in out
+    assert "k4 " in out
 
 
 def test_interruption_when_all_is_done():

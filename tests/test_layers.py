@@ -9,9 +9,33 @@ import pytest
 import torch
 from torch import nn
 
-from lipbound import BOUNDS, bound, convolution, estimate, exact, lipschitz, symbol
+from lipbound import BOUNDS, bound, bracket, convolution, estimate, exact, lipschitz, symbol
 
 KERNEL = torch.ones(2, 2, 3, 3)
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate", "zeros"])
+@pytest.mark.parametrize("name", ["padding", "_reversed_padding_repeated_twice", "padding_mode"])
+def test_a_layer_is_read_as_its_forward_reads_it(mode, name):
+    """PyTorch pads by another attribute than ``padding`` in every mode but zeros."""
+    layer = nn.Conv2d(1, 1, 3, padding=(1, 2), padding_mode=mode).double()
+    changed = {"padding": (0, 0), "padding_mode": "replicate",
+               "_reversed_padding_repeated_twice": [2, 1, 0, 2]}  # fmt: skip
+    setattr(layer, name, changed[name])
+    with torch.no_grad():
+        layer.bias.zero_()
+        basis = torch.eye(25, dtype=torch.float64).reshape(25, 1, 5, 5)
+        truth = torch.linalg.matrix_norm(layer(basis).flatten(1), 2)
+    assert exact(layer, (5, 5)) == pytest.approx(float(truth))
+    assert bracket(layer, input_shape=(5, 5)).upper >= truth * (1 - 1e-12)
+    assert bracket(layer).upper >= truth * (1 - 1e-12)
+
+
+def test_padding_that_is_none_is_refused():
+    layer = nn.Conv2d(1, 1, 3, padding_mode="circular")
+    layer._reversed_padding_repeated_twice = [1, 1]
+    with pytest.raises(ValueError, match=r"\[1, 1\] is no padding of 2 axes; make the layer anew"):
+        bracket(layer)
 
 
 def test_linear_is_its_largest_singular_value():

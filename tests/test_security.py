@@ -132,6 +132,19 @@ def bomb(path: Path, size: int) -> None:
             target.writestr(name, bytes(size) if name.endswith("data/0") else content)
 
 
+def test_a_damaged_archive_is_refused_by_one_line(monkeypatch, capsys, tmp_path):
+    """``zipfile`` takes it for an archive, and then finds that it is none."""
+    path = tmp_path / "w.pt"
+    torch.save({"a": torch.zeros(4, 3, 3, 3)}, path)
+    content = path.read_bytes()
+    place = content.rfind(b"PK\x01\x02")  # an entry of the directory at the end
+    path.write_bytes(content[:place] + b"PKxx" + content[place + 4 :])
+    assert zipfile.is_zipfile(path)
+    code, _, err = run(monkeypatch, capsys, "audit", str(path))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "holds more than weights, or is damaged (BadZipFile" in err
+
+
 def test_weights_that_grow(monkeypatch, capsys, tmp_path):
     path = tmp_path / "bomb.pt"
     bomb(path, 10_000_000)

@@ -135,7 +135,7 @@ def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Fou
 def _unsearched(problem: _Problem) -> _Found:
     """What takes one pass over the taps: σ1(F) ≤ σ1(Σ|K|), and two bounds on the norm of that."""
     _, rows, columns, *sizes = problem.taps.shape
-    sums = problem.taps.flatten(3).abs().sum(-1)  # (groups, n, N)
+    sums = problem.taps.reshape(*problem.taps.shape[:3], -1).abs().sum(-1)  # (groups, n, N)
     energy = torch.linalg.vector_norm(sums.flatten(1), dim=1)
     lines = (sums.sum(1).amax(1) * sums.sum(2).amax(1)).sqrt()
     upper = float(torch.minimum(energy, lines).amax())
