@@ -152,5 +152,56 @@ def outside() -> str:
 """
 
 
-CHAPTERS = (hostility, faults, security, outside)
+def neighbours() -> str:
+    found = record("neighbours")
+    operations = found["operations"]
+    pairs = sum(one["pairs"] for one in operations.values())
+    wrong = sum(one["violations"] for one in operations.values())
+    jumps = {name: one for name, one in operations.items() if one["error"] > 0}
+    rows = [
+        [f"`{name}`", f"{one['lipschitz']:.7g}", f"{one['error']:.2g}", f"{one['pairs']:,}"]
+        for name, one in jumps.items()
+    ]
+    return f"""## Neighbouring floats
+
+`python -m verify neighbours`: every elementwise rule in float32 and float64, around every place where its formula
+changes or is steepest and over the whole range of numbers. Two floats a and b that lie 1 to 2^40 units in the last
+place apart must satisfy |f(a) − f(b)| ≤ L·|a − b| + error + 2·ulps. L and the error are what `audit` says of the
+operation, and ulps is the documented error of the library's functions in units in the last place of f.
+
+**{len(operations)} operations and precisions, {pairs:,} pairs, {wrong} violations.** Operations that jump:
+
+{table(["operation", "L", "error", "pairs"], rows)}
+
+({found["device"]}, torch {found["torch"]}.)
+"""
+
+
+def damaged() -> str:
+    found = record("damaged")
+    rows = [
+        [
+            name,
+            f"{one['count']:,}",
+            str(one["outcomes"].get("refused", 0)),
+            str(one["outcomes"].get("read", 0)),
+            str(len(one["wrong"])),
+            f"{one['longest']:.2f} s",
+        ]
+        for name, one in found["kinds"].items()
+    ]
+    return f"""## Damaged files
+
+`python -m verify damaged --count 500`: whole files of every kind, mutated (bytes changed, cut off, removed, doubled,
+overwritten), then read as the command line reads them. A file may still be read, where the mutation hit a number, or be
+refused by one line with exit code 2. Anything else would be a traceback.
+
+{table(["file", "mutated", "refused", "read", "wrong", "longest"], rows)}
+
+({found["device"]}, torch {found["torch"]}, seed {found["seed"]}.) Whole files that are heavy (20,000 kernels, a kernel of
+301×301 or of 64×64×4001 taps) show how far they are every 10 seconds, and stop after `--minutes`.
+"""
+
+
+CHAPTERS = (hostility, neighbours, damaged, faults, security, outside)
 """In the order of the page."""

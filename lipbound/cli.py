@@ -1,4 +1,4 @@
-"""Entry point of ``lipbound``: errors are one line and exit code 2, interruption 130."""
+"""Entry point of ``lipbound``: errors are one line and exit code 2, interruption 130, bugs 3."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
@@ -48,11 +49,12 @@ def _main() -> None:
         code = 0
     except (ValueError, TypeError, OSError, MemoryError) as error:
         _stop(str(error), 2)
-    except RuntimeError as error:
+    except Exception as error:
         from lipbound.memory import ran_out
 
-        if not ran_out(error):
-            raise
+        if not ran_out(error):  # an exit code of its own: 1 is what --fail-above says
+            traceback.print_exc()
+            _stop("this is a bug in lipbound; please report it with the lines above", 3)
         first = str(error).strip().splitlines()[0]
         _stop(f"{first} Use a smaller batch (--set batch=N, --batch N) or --device cpu", 2)
     if code == 130:

@@ -429,6 +429,19 @@ def test_long_work_says_how_far_it_is_without_a_terminal(monkeypatch, capsys):
     assert "lipbound: layers: 1 of 2 after 0 s\n" in said
 
 
+def test_a_bug_has_an_exit_code_of_its_own(monkeypatch, capsys):
+    def broken(*_):
+        raise KeyError("somewhere")
+
+    monkeypatch.setattr("lipbound.demo.network", broken)
+    code, _, err = run(monkeypatch, capsys, "audit", "demo")
+    assert code == 3
+    assert err.endswith(
+        "lipbound: this is a bug in lipbound; please report it with the lines above\n"
+    )
+    assert "KeyError: 'somewhere'" in err
+
+
 def test_many_layers_are_cut_to_the_largest(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("lipbound.report.ROWS", 3)
     torch.save({f"k{i}": torch.full((1, 1, 3), float(i)) for i in range(5)}, tmp_path / "w.pt")

@@ -395,6 +395,20 @@ def test_norms_neither_underflow_nor_overflow(power):
     assert radius <= math.sqrt(2)
 
 
+def test_answers_of_any_size_are_compared_alone_and_together():
+    model = Run(lambda m, x: 1e-170 * (x + x.mean(0)), like=nn.Linear(1, 1).double())
+    with pytest.raises(ValueError, match="together otherwise than each alone"):
+        lipbound.certify(model, audit(model, (3,)), torch.randn(4, 3, dtype=torch.float64))
+
+
+def test_the_precision_of_the_inputs_is_that_of_a_network_without_weights():
+    third = torch.tensor(1 / 3, dtype=torch.float64)
+    model = Run(lambda m, x: x * third.to(x))
+    for dtype in (torch.float64, torch.float32):
+        found = audit(model, inputs=torch.randn(2, 3, dtype=dtype), search=0)
+        assert found.upper == pytest.approx(float(third.to(dtype)), rel=1e-15)
+
+
 def test_a_tie_has_no_radius_though_the_rows_be_equal():
     head = nn.Linear(2, 3, bias=False).double()
     with torch.no_grad():
