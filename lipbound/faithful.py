@@ -184,11 +184,15 @@ def difference(model: nn.Module, captured: Run, analysed: Run, inputs: Tensor) -
             given = one.detach().requires_grad_("requires" in mode)
             try:
                 ran = record(model, given)
-            except RuntimeError:
-                if given.requires_grad:  # an operation has no derivative
+            except Exception as error:
+                if _fails(model, given):  # it is not run this way
                     continue
-                raise
+                return f"{mode} it fails while its operations are recorded: {_first_line(error)}"
             said = _other_operations(ran, record(captured, given))
+            if said and not ran.read:  # its forward may switch to inference mode by itself
+                with torch.inference_mode():
+                    same = not _other_operations(ran, record(captured, one))
+                said = "" if same else said
             said = said or _other_values(outputs(model, given), outputs(analysed, one))
             if said:
                 return f"{mode} {said}"
@@ -212,6 +216,19 @@ def outputs(model: Run, inputs: Tensor) -> list[Tensor]:
     """What a network says of a batch: its floating-point results."""
     leaves = tree_leaves(model(inputs.clone()))  # the network may write to what it gets
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _fails(model: Run, inputs: Tensor) -> bool:
+    """Whether it cannot be run at all: an operation has no derivative, say."""
+    try:
+        outputs(model, inputs)
+    except Exception:
+        return True
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
 def _other_operations(network: Trace, captured: Trace) -> str:
@@ -306,7 +323,11 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """What tells whether two tensors are views of the same numbers."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, say: it has none
+        return id(tensor)
 
 
 def _moves(func: Any) -> bool:

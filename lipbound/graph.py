@@ -125,7 +125,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "data-dependent" in first:
-            first = "which way it goes depends on its input's values"
+            first = "which way it goes depends on the values of a tensor"
         raise NotCaptured(f"{type(model).__name__} cannot be captured: {first}") from error
     if seen.read:
         raise NotCaptured(

@@ -183,6 +183,12 @@ HONEST = {
     "writing in place": (Forward(written), (3,), 2 * math.sqrt(5)),
     "in place on the input": (nn.ReLU(inplace=True), (3,), 1.0),
     "no gradients inside": (Forward(torch.no_grad()(lambda m, x: 3 * x)), (3,), 3.0),
+    "inference mode inside": (Forward(torch.inference_mode()(lambda m, x: 3 * x)), (3,), 3.0),
+    "inference mode and a layer": (
+        Forward(torch.inference_mode()(lambda m, x: F.linear(x, m.weight.diag()))),
+        (3,),
+        1.002,
+    ),
     "a constant's value": (Forward(lambda m, x: x * m.scale.item()), (3,), 1.0),
     "constrained": (
         nn.Sequential(constrain(nn.Conv2d(1, 2, 3), 0.5), nn.ReLU(), nn.Flatten(), nn.Linear(2, 2)),
