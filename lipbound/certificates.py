@@ -107,6 +107,8 @@ def _pairs(audit: Audit, classes: int) -> tuple[Tensor, Tensor]:
         )
     rows = audit.head.double().cpu()
     pairs = torch.stack([norms_above(row - rows) for row in rows])
+    if audit.head_error:  # rows that rounding made equal need not be
+        pairs = _above(1.0, pairs + math.sqrt(2) * audit.head_error)
     return (
         torch.minimum(gains, _above(audit.features, pairs)),
         torch.minimum(errors, _above(audit.features_error, pairs)),

@@ -89,6 +89,7 @@ class Constrained(nn.Module):
         Weights changed by hand after that are certified at the next call, not by an export.
         """
         super().train(mode)
+        parametrize._cache.pop((id(self._layer[0]), "weight"), None)  # of parametrize.cached()
         if not mode and parametrize.is_parametrized(self._layer[0], "weight"):
             self._certify(self._layer[0].parametrizations["weight"].original)  # type: ignore
         return self

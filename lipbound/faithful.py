@@ -7,13 +7,17 @@ program until it was held against the network itself, in three ways:
 
 * *Operation by operation.* Both run on the same input while every operation that PyTorch's
   dispatcher sees is recorded. Those that the outputs depend on must be the same, in the same
-  order, with the same numbers and the same constant tensors.
+  order, on the same earlier results, with the same numbers and the same constant tensors.
 * *By their values*, on several inputs, with and without gradients.
 * *By what stays.* The same input gives the same answer again, and leaves parameters, buffers and
   plain attributes of all modules as they were.
 
 A network that reads a value which depends on its input (``bool``, ``item``, ``numpy``) is refused
-whatever it does with it: one captured program cannot be all of its branches.
+whatever it does with it: one captured program cannot be all of its branches. So is one that runs an
+operation whose result it does not use and that may fail for some inputs: a failure can be caught.
+
+What is not seen: reads that are hidden on purpose (in another thread, through ctypes), and networks
+that behave well until later (a counter in a global variable, the clock).
 """
 
 from __future__ import annotations
@@ -35,8 +39,14 @@ Run = Callable[[Tensor], Any]
 
 READERS = {
     "__array__", "__bool__", "__complex__", "__contains__", "__dlpack__", "__float__",
-    "__format__", "__index__", "__int__", "__nonzero__", "__repr__", "data_ptr", "is_nonzero",
-    "item", "numpy", "storage", "tolist", "untyped_storage",
+    "__format__", "__index__", "__int__", "__nonzero__", "__repr__", "apply_", "data_ptr",
+    "is_nonzero", "item", "map_", "numpy", "storage", "tolist", "untyped_storage",
+}  # fmt: skip
+COMPARED = {  # no part of a bound, and no value that they fail for
+    f"aten.{name}" for name in (
+        "all", "any", "argmax", "argmin", "empty_like", "eq", "exp", "ge", "gt", "isfinite",
+        "isinf", "isnan", "le", "log", "logical_not", "lt", "ne", "new_empty", "pow", "sqrt",
+    )
 }  # fmt: skip
 UNSEEN = {  # arguments that choose a library or a place, not a function
     "allow_tf32", "benchmark", "cudnn_enable", "cudnn_enabled", "deterministic", "non_blocking",
@@ -51,15 +61,30 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 SCALES = (1.0, -1.0, 30.0, 0.01, 0.0)
 
 
+View = tuple[Any, ...]  # who made a tensor's numbers (operation, which result), and how it is laid
+
+
 @dataclass
 class Operation:
-    """One operation on something that depends on the input."""
+    """One operation on something that depends on the input.
+
+    Attributes:
+        name: Its overload.
+        numbers: Those among its arguments.
+        constants: Tensors that do not depend on the input.
+        views: Tensors that do.
+        reads: Storages it reads,
+        writes: and writes.
+        fails: Whether it may fail for some values.
+    """
 
     name: str
     numbers: tuple[Any, ...]
     constants: list[Tensor]
+    views: list[View]
     reads: set[int]
     writes: set[int]
+    fails: bool = False
 
 
 @dataclass
@@ -70,21 +95,23 @@ class Trace:
         operations: Those on something that depends on the input, in order.
         read: How a value that depends on the input was read, if one was.
         outputs: Storages of the results.
+        results: What they are.
         kept: Keeps every storage alive, so that its address stays its own.
     """
 
     operations: list[Operation] = field(default_factory=list)
     read: str = ""
     outputs: set[int] = field(default_factory=set)
+    results: list[View] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
 
-    def live(self) -> list[Operation]:
-        """Operations that an output depends on; export leaves out the others."""
+    def live(self) -> list[int]:
+        """Operations that an output depends on, by number; export leaves out the others."""
         wanted, found = set(self.outputs), []
-        for operation in reversed(self.operations):
-            if operation.writes & wanted:
-                wanted |= operation.reads
-                found.append(operation)
+        for place in reversed(range(len(self.operations))):
+            if self.operations[place].writes & wanted:
+                wanted |= self.operations[place].reads
+                found.append(place)
         return found[::-1]
 
 
@@ -121,11 +148,20 @@ class Recorder(TorchDispatchMode):
     def __init__(self, trace: Trace, inputs: Tensor):
         super().__init__()
         self.trace = trace
-        self.touched = {_storage(inputs)}
+        self.makers: dict[int, tuple[int, int]] = {_storage(inputs): (-1, 0)}
         trace.kept.append(inputs)
 
     def depends(self, argument: Any) -> bool:
-        return isinstance(argument, Tensor) and _storage(argument) in self.touched
+        return isinstance(argument, Tensor) and _storage(argument) in self.makers
+
+    def view(self, tensor: Tensor) -> View:
+        """Whose numbers these are, and which of them; of an axis of size 1 the stride is none."""
+        laid: tuple[Any, ...] = ()
+        if tensor.layout is torch.strided:
+            strides = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
+            laid = (tuple(strides), tensor.storage_offset())
+        maker = self.makers.get(_storage(tensor), (-2, 0))
+        return (*maker, tensor.dtype, tuple(tensor.shape), *laid)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tree_leaves((args, kwargs or {}))
@@ -133,19 +169,37 @@ class Recorder(TorchDispatchMode):
         if not any(map(self.depends, given)):
             return result
         results = tree_leaves(result)
-        if any(isinstance(leaf, bool | int | float | complex) for leaf in results):
+        numbers = any(isinstance(leaf, bool | int | float | complex) for leaf in results)
+        if numbers or self._shapes(func, args):
             self.trace.read = self.trace.read or str(func)
         before = [leaf for leaf in given if isinstance(leaf, Tensor)]
         after = [leaf for leaf in results if isinstance(leaf, Tensor)]
-        constants = [t for t in before if not self.depends(t)]
         self.trace.kept += before + after
-        places = {_storage(t) for t in after}
-        self.touched |= places
-        if not _moves(func):
-            reads = {_storage(t) for t in before}
-            numbers = _numbers(func, args, kwargs or {})
-            self.trace.operations.append(Operation(str(func), numbers, constants, reads, places))
+        if _moves(func):
+            for tensor in after:  # without a storage of its own, or it would be in there already
+                self.makers.setdefault(_storage(tensor), (-2, 0))
+            return result
+        mine = [t for t in before if self.depends(t)]
+        place = len(self.trace.operations)
+        self.trace.operations.append(
+            Operation(
+                str(func), _numbers(func, args, kwargs or {}),
+                [t for t in before if not self.depends(t)], [self.view(t) for t in mine],
+                {_storage(t) for t in before}, {_storage(t) for t in after},
+                fails=not all(t.is_floating_point() for t in mine),
+            )
+        )  # fmt: skip
+        for number, tensor in enumerate(after):
+            self.makers[_storage(tensor)] = (place, number)
         return result
+
+    def _shapes(self, func: Any, args: Any) -> bool:
+        """Whether the result's shape tells of values: of how many entries are not zero, say."""
+        if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
+            return False
+        return not str(func).startswith("aten.index.") or any(
+            map(self.depends, tree_leaves(args[1]))
+        )
 
 
 def record(run: Run, inputs: Tensor) -> Trace:
@@ -153,8 +207,10 @@ def record(run: Run, inputs: Tensor) -> Trace:
     trace, own = Trace(), inputs.clone()
     with Recorder(trace, own) as recorder, Reads(trace, False, recorder.depends):
         results = run(own)
-    trace.outputs = {_storage(t) for t in tree_leaves(results) if isinstance(t, Tensor)}
-    trace.kept += [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+    found = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+    trace.outputs = {_storage(t) for t in found}
+    trace.results = [recorder.view(t) for t in found if recorder.depends(t)]
+    trace.kept += found
     return trace
 
 
@@ -166,7 +222,9 @@ def watched() -> Iterator[Trace]:
         yield trace
 
 
-def difference(model: nn.Module, captured: Run, analysed: Run, inputs: Tensor) -> str:
+def difference(
+    model: nn.Module, captured: Run, analysed: Run, inputs: Tensor, known: Callable[[str], bool]
+) -> str:
     """How the network that runs differs from what was captured of it; empty if it does not.
 
     Args:
@@ -174,6 +232,7 @@ def difference(model: nn.Module, captured: Run, analysed: Run, inputs: Tensor) -
         captured: The program as it was captured, operation by operation.
         analysed: The program that the bound is of: the same with writing in place taken out.
         inputs: A few inputs.
+        known: Whether an operation is known, ``'aten.relu'``: then it fails for no value.
     """
     one = inputs[:1]
     with torch.no_grad():
@@ -193,6 +252,7 @@ def difference(model: nn.Module, captured: Run, analysed: Run, inputs: Tensor) -
                 with torch.inference_mode():
                     same = not _other_operations(ran, record(captured, one))
                 said = "" if same else said
+            said = said or _unused(ran, known)
             said = said or _other_values(outputs(model, given), outputs(analysed, one))
             if said:
                 return f"{mode} {said}"
@@ -231,10 +291,36 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
+def _unused(network: Trace, known: Callable[[str], bool]) -> str:
+    """An operation without use, that may fail for other inputs; to catch that is to branch."""
+    live = set(network.live())
+    for place, operation in enumerate(network.operations):
+        packet = ".".join(operation.name.split(".")[:2])
+        safe = known(packet) or known(packet.rstrip("_")) or packet in COMPARED
+        if place not in live and (operation.fails or not safe):
+            return f"it runs {operation.name} and does not use the result, which may fail"
+    return ""
+
+
+def _placed(view: View, ranks: dict[int, int]) -> View:
+    """With the number of who made it among the operations that count."""
+    return (ranks.get(view[0], view[0]), *view[1:])
+
+
 def _other_operations(network: Trace, captured: Trace) -> str:
     if network.read:
         return f"it reads a value that depends on its input ({network.read.strip('_')})"
-    theirs, ours = network.live(), captured.live()
+    ranks = [{place: rank for rank, place in enumerate(t.live())} for t in (network, captured)]
+    theirs, ours = (
+        [trace.operations[place] for place in rank]
+        for trace, rank in zip((network, captured), ranks, strict=True)
+    )
+
+    def same(ones: Sequence[View], others: Sequence[View]) -> bool:
+        pairs = zip((ones, others), ranks, strict=True)
+        first, second = ([_placed(v, rank) for v in views] for views, rank in pairs)
+        return first == second
+
     for place, (mine, yours) in enumerate(zip(theirs, ours, strict=False)):
         if mine.name != yours.name:
             return f"it runs {mine.name} as operation {place + 1}, where {yours.name} was captured"
@@ -245,11 +331,13 @@ def _other_operations(network: Trace, captured: Trace) -> str:
             )
         if not _same_tensors(mine.constants, yours.constants):
             return f"it runs {mine.name} (operation {place + 1}) with other constants than captured"
+        if not same(mine.views, yours.views):
+            return f"it runs {mine.name} (operation {place + 1}) on other results than captured"
     if len(theirs) > len(ours):
         return f"it runs {theirs[len(ours)].name}, which was not captured"
     if len(theirs) < len(ours):
         return f"it does not run {ours[len(theirs)].name}, which was captured"
-    return ""
+    return "" if same(network.results, captured.results) else "it returns other results"
 
 
 def _same_numbers(ones: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -265,7 +353,9 @@ def _same_tensors(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     for one, other in zip(ones, others, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        if one.is_floating_point() and one.numel() and not _close(one, other, exact=True):
+        if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+            continue
+        if not torch.equal(one, other) and _bits(one) != _bits(other):  # which knows NaNs too
             return False
     return True
 
@@ -283,10 +373,10 @@ def _other_values(ones: Sequence[Tensor], others: Sequence[Tensor]) -> str:
     return ""
 
 
-def _close(one: Tensor, other: Tensor, exact: bool = False) -> bool:
-    """Equal, but for the rounding of a network of this precision; constants more exactly so."""
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Equal, but for the rounding of a network of this precision."""
     one, other = one.detach(), other.detach()
-    share = rounding(one.dtype) * (1e-3 if exact else 1.0)
+    share = rounding(one.dtype)
     size = one.double().nan_to_num(0.0, 0.0, 0.0).abs().amax()
     return torch.allclose(one.double(), other.double(), 0, share * float(size), equal_nan=True)
 
@@ -333,7 +423,7 @@ def _storage(tensor: Tensor) -> int:
 def _moves(func: Any) -> bool:
     """Whether an operation only looks at the same numbers otherwise: a view, a detached copy."""
     name = str(func).removeprefix("aten.").partition(".")[0]
-    if name in ("detach", "detach_", "lift_fresh", "lift_fresh_copy", "alias", "clone"):
+    if name in ("detach", "detach_", "lift_fresh", "alias"):
         return True
     returns = getattr(getattr(func, "_schema", None), "returns", ())
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)

@@ -243,11 +243,12 @@ def own_forward(layer: object) -> bool:
     """
     if not isinstance(layer, _ConvNd | nn.Linear | _BatchNorm):
         return False
-    if "forward" in vars(layer) or type(layer).__call__ is not nn.Module.__call__:
+    parts = ("forward", "_conv_forward", "_call_impl", "__call__")
+    if any(name in vars(layer) for name in parts):
         return True
-    names = [name for name in ("forward", "_conv_forward") if hasattr(type(layer), name)]
-    makers = [next(c for c in type(layer).__mro__ if name in vars(c)) for name in names]
-    return any(not maker.__module__.startswith("torch.nn.") for maker in makers)
+    functions = [getattr(type(layer), name) for name in parts if hasattr(type(layer), name)]
+    homes = [getattr(function, "__module__", None) or "" for function in functions]
+    return any(not home.startswith("torch.nn.") for home in homes)
 
 
 def weight_of(layer: nn.Module) -> Tensor:

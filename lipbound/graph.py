@@ -50,7 +50,7 @@ class Call:
         schema: Of the operation.
         overload: Which of its overloads.
         floating: Whether the result is a floating-point tensor.
-        dtype: Its type, if it is one tensor.
+        dtype: Its type, or that of the first of several.
         integers: Whether it is one of integers or truth values, no part of the map.
         results: How many tensors it gives.
     """
@@ -228,7 +228,7 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
         source=_short(files[-1]) if files else "",
         schema=getattr(target, "_schema", None),
         floating=floating,
-        dtype=value.dtype if isinstance(value, Tensor) else None,
+        dtype=next((v.dtype for v in tree_leaves(value) if isinstance(v, Tensor)), None),
         integers=isinstance(value, Tensor) and not (floating or value.is_complex()),
         results=len(value) if isinstance(value, list | tuple) else 1,
         overload=getattr(target, "_overloadname", "default") or "default",

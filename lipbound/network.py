@@ -14,13 +14,14 @@ from torch.nn.modules.conv import _ConvNd
 
 from lipbound.blocks import certified, find_chain, optimised
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
+from lipbound.bounds.rounding import norm_above
 from lipbound.faithful import difference, exceeds, outputs
 from lipbound.geometry import Convolution, Layer, named, own_forward
 from lipbound.graph import Call, Graph, NotCaptured, capture
 from lipbound.jacobian import jacobian_norm
 from lipbound.modes import in_eval
 from lipbound.progress import Progress, silent, time_is_up, within
-from lipbound.rules import Options, Value, follow
+from lipbound.rules import RULES, Options, Value, follow
 from lipbound.rules.values import layer_bracket, up
 
 
@@ -84,6 +85,7 @@ class Audit:
         error: How far the network may be, everywhere, from a function with the constant ``upper``,
             in the L2 norm; 0 unless an operation jumps a little, as torch's softplus does.
         features_error: The same up to the last layer's input.
+        head_error: Bounds the norm of what rounding did to ``head``, where it was computed.
     """
 
     layers: tuple[LayerReport, ...]
@@ -98,6 +100,7 @@ class Audit:
     note: str = ""
     error: float = 0.0
     features_error: float = 0.0
+    head_error: float = 0.0
 
     @property
     def bounded_part(self) -> StepReport | None:
@@ -231,8 +234,12 @@ def unfaithful(graph: Graph, model: nn.Module, inputs: Tensor) -> str:
     """How the network that runs is not what was captured of it; empty if it is."""
     assert graph.captured is not None
     assert graph.analysed is not None
-    said = difference(model, graph.captured, graph.analysed, inputs)
-    return f"what was captured is not the {type(model).__name__} that runs: {said}" if said else ""
+    try:
+        said = difference(model, graph.captured, graph.analysed, inputs, RULES.__contains__)
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        said = f"the two could not be compared ({first})"
+    return f"{type(model).__name__} runs differently from what was captured: {said}" if said else ""
 
 
 @torch.no_grad()
@@ -370,6 +377,8 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
     total = up(math.hypot(*[v.lipschitz for v in outputs]))
     error = math.hypot(*[v.error for v in outputs])
     reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
+    if total == math.inf and not reason:
+        reason = "the bound is above 1.8e308, the largest float64"
     notes = [*options.notes]
     if graph.left_out:
         notes.append(f"{len(graph.left_out)} result(s) of whole numbers are no part of the bound")
@@ -379,10 +388,10 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
     )  # fmt: skip
     last = outputs[0].linear
     rows = len(outputs) == 1 and len(outputs[0].shape) == 2 and outputs[0].shape[0] == 1
-    if rows and last is not None and last.conv.dims == 0 and last.slack == 0:
+    if rows and last is not None and last.conv.dims == 0:
         audit = replace(
             audit, features=last.anchor.lipschitz, head=last.conv.kernel,
-            features_error=last.anchor.error,
+            features_error=last.anchor.error, head_error=last.error,
         )  # fmt: skip
     return audit if options.effort == "normal" else _weighted(audit, outputs, options, progress)
 
@@ -404,7 +413,8 @@ def _weighted(
     note = "; ".join(filter(None, (audit.note, note)))
     if upper >= audit.upper:
         return replace(audit, note=note)
-    return replace(audit, upper=upper, features=features, head=head, note=note)
+    lost = up(2.0**-48 * norm_above(head) + head.numel() * 2.0**-1074)
+    return replace(audit, upper=upper, features=features, head=head, note=note, head_error=lost)
 
 
 def _shown(call: Call, ops: dict[str, str]) -> str:

@@ -292,8 +292,8 @@ def summary(audit: Audit) -> list[str]:
         lines.append(f"network: not bounded, {audit.reason}")
     if audit.error > 0 and audit.upper < math.inf:
         lines.append(
-            f"this is the constant of a function within {audit.error:.2g} of the network, which "
-            f"jumps a little; certificates subtract that"
+            f"the network stays within {audit.error:.2g} of a function with this constant; "
+            f"certificates subtract that"
         )
     if audit.note:
         lines.append(audit.note)

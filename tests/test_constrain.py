@@ -31,6 +31,16 @@ def test_a_change_of_precision_does_not_round_the_scale():
         assert "scale" not in dict(layer.named_buffers())
 
 
+def test_a_weight_cached_in_training_is_not_used_in_eval_mode():
+    torch.manual_seed(0)
+    layer = constrain(nn.Conv2d(3, 4, 3), 1.0)
+    with torch.no_grad():
+        free(layer).mul_(9)
+    with parametrize.cached():
+        layer(torch.randn(1, 3, 5, 5))
+        assert bracket(layer.eval()).upper <= 1
+
+
 CHANGES = {
     "stride": lambda m: setattr(m, "stride", (1, 1)),
     "padding": lambda m: setattr(m, "padding", (0, 0)),

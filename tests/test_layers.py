@@ -31,6 +31,17 @@ def test_a_layer_is_read_as_its_forward_reads_it(mode, name):
     assert bracket(layer).upper >= truth * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("name", ["forward", "_conv_forward", "_call_impl"])
+def test_a_layer_whose_methods_were_replaced_is_refused(name, monkeypatch):
+    layer = nn.Conv2d(1, 1, 3)
+    setattr(layer, name, getattr(layer, name))
+    with pytest.raises(TypeError, match="forward of its own"):
+        bracket(layer)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 100 * x)
+    with pytest.raises(TypeError, match="forward of its own"):
+        bracket(nn.Linear(2, 2))
+
+
 def test_padding_that_is_none_is_refused():
     layer = nn.Conv2d(1, 1, 3, padding_mode="circular")
     layer._reversed_padding_repeated_twice = [1, 1]

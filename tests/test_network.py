@@ -92,18 +92,19 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "share"),
+    ("build", "share"),
     [
-        (nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 7)), 1.0),
-        (nn.Sequential(nn.Conv2d(2, 9, 3), nn.Tanh(), nn.Flatten()), 0.97),  # iterated
-        (Mixing(), 0.97),
-        (nn.Sequential(nn.Flatten(), nn.Linear(50, 1), Mixing()), 1.0),
-        (nn.Sequential(nn.Flatten(), nn.Linear(50, 1), Mixing(0.002)), 1.0),  # hardly seen
-        (nn.Sequential(nn.ReLU(), nn.Threshold(1e9, 2.0), nn.Flatten()), 1.0),  # a constant
+        (lambda: [nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 7)], 1.0),
+        (lambda: [nn.Conv2d(2, 9, 3), nn.Tanh(), nn.Flatten()], 0.97),  # iterated
+        (lambda: [Mixing()], 0.97),
+        (lambda: [nn.Flatten(), nn.Linear(50, 1), Mixing()], 1.0),
+        (lambda: [nn.Flatten(), nn.Linear(50, 1), Mixing(0.002)], 1.0),  # hardly seen
+        (lambda: [nn.ReLU(), nn.Threshold(1e9, 2.0), nn.Flatten()], 1.0),  # a constant
     ],
 )
-def test_a_jacobians_norm_is_that_of_its_matrix(model, share):
-    model = model.double().eval()
+def test_a_jacobians_norm_is_that_of_its_matrix(build, share):
+    torch.manual_seed(0)  # the weights are drawn here, not when the file is read
+    model = nn.Sequential(*build()).double().eval()
     inputs = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(0)).double()
     norms = [
         torch.linalg.matrix_norm(
@@ -407,6 +408,51 @@ def test_the_precision_of_the_inputs_is_that_of_a_network_without_weights():
     for dtype in (torch.float64, torch.float32):
         found = audit(model, inputs=torch.randn(2, 3, dtype=dtype), search=0)
         assert found.upper == pytest.approx(float(third.to(dtype)), rel=1e-15)
+
+
+def test_rows_that_rounding_made_equal_have_a_radius():
+    """A BatchNorm folded into the last layer rounds its rows; their difference must not be lost."""
+    line, norm = nn.Linear(1, 2).double(), nn.BatchNorm1d(2, eps=0.0).double()
+    base = next(
+        w for w in (1.3e10 + k for k in range(1000)) if w * 0.7 == math.nextafter(w, 2e10) * 0.7
+    )
+    with torch.no_grad():
+        line.weight.copy_(torch.tensor([[base], [math.nextafter(base, 2e10)]], dtype=torch.float64))
+        line.bias.zero_()
+        norm.weight.fill_(0.7)
+        norm.bias.copy_(torch.tensor([1e-6, 0.0]))
+    model = nn.Sequential(line, norm).eval()
+    radius = float(lipbound.certify(model, audit(model, (1,)), torch.zeros(1, 1).double()))
+    step = math.nextafter(base, 2e10) - base
+    assert 0 < radius <= 1e-6 / (0.7 * step)
+
+
+def test_underflow_of_folded_kernels_is_counted():
+    line = nn.Linear(400, 400, bias=False).double()
+    norm = nn.BatchNorm1d(400, eps=0.0).double()
+    with torch.no_grad():
+        line.weight.fill_(2.0**-540)
+        norm.weight.fill_(2.0**-536)
+    model = nn.Sequential(line, norm, Run(lambda m, x: x * 2.0**1000)).eval()
+    assert audit(model, (400,), search=0).upper >= 400 * 2.0**-76
+    zero = nn.Linear(400, 400, bias=False).double()
+    nn.init.zeros_(zero.weight)
+    added = Run(lambda m, x: torch.add(m.a(x), m.b(x), alpha=2.0**-536) * 2.0**1000, a=zero, b=line)
+    assert audit(added, (400,), search=0).upper >= 400 * 2.0**-76
+
+
+def test_infinity_has_a_reason():
+    for run in (lambda m, x: x * 1e300 * 1e300, lambda m, x: x * math.inf):
+        found = audit(Run(run), (3,), search=0)
+        assert found.upper == math.inf
+        assert "largest float64" in found.reason or "not finite (aten.mul in" in found.reason
+
+
+@pytest.mark.parametrize("equation", ["bj,jk->bk", "bj,bj->bj"])
+def test_einsum_that_spreads_an_axis_is_refused(equation):
+    shape = (5, 1) if "k" in equation else (1, 9)
+    model = Run(lambda m, x: torch.einsum(equation, x[:, :1], torch.ones(shape)))
+    assert "spreads an axis of size 1" in audit(model, (3,), search=0).reason
 
 
 def test_a_tie_has_no_radius_though_the_rows_be_equal():

@@ -170,7 +170,7 @@ print(margin(model.to({dtype}).eval(), {shape!r}, {seed}))
 
 def _short(reason: str) -> str:
     """The kind of a reason, without what it names."""
-    return reason.split(" (")[0].split(" that runs:")[0].removeprefix("layers only: ")
+    return reason.split(" (")[0].split(" captured:")[0].removeprefix("layers only: ")
 
 
 def check_networks(seeds: range, device: str = "cpu") -> Tally:

@@ -125,7 +125,9 @@ def _einsum(step: Step) -> Value:
     theirs, constant = "", torch.ones(())
     if len(operands) == 2:
         theirs, constant = letters[1 - place], operands[1 - place]
-    sizes |= dict(zip(theirs, constant.shape, strict=True))
+    for letter, size in zip(theirs, constant.shape, strict=True):
+        if sizes.setdefault(letter, size) != size:
+            raise Unbounded(f"einsum {step['equation']!r} spreads an axis of size 1: no rule")
     batch = [c for c in theirs if c in mine and c in result]
     inner = [c for c in theirs if c in mine and c not in result]
     outer = [c for c in theirs if c not in mine]
@@ -173,7 +175,17 @@ def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
     if not bool(torch.isfinite(scaled.kernel).all()):
         return None
     slack = up(slack * float(gains.abs().max()) * (1 + 1e-15)) if slack else 0.0
-    return Value(value.shape, linear=Linear(value.linear.anchor, scaled, step.options, slack))
+    slack = slack + _lost(conv.kernel, factor)
+    rounded = value.linear.rounded + 2.0**-48
+    linear = Linear(value.linear.anchor, scaled, step.options, slack, rounded)
+    return Value(value.shape, linear=linear)
+
+
+def _lost(kernel: Tensor, factor: Tensor | float) -> float:
+    """What underflow takes from their product, as an operator."""
+    factor = torch.as_tensor(factor, dtype=kernel.dtype, device=kernel.device)
+    gone = ((kernel * factor).abs() < 2.0**-1000) & (kernel != 0) & (factor != 0)
+    return kernel.numel() * 2.0**-1074 if bool(gone.any()) else 0.0
 
 
 def sum_of_linears(
@@ -201,11 +213,16 @@ def sum_of_linears(
             size = up(norm_above(mine) + norm_above(yours))
             slack = up(up(4 * UNIT * math.sqrt(kernel[0, 0].numel())) * size)
             for value, factor in ((one, first), (other, second)):
-                inner = value.linear.slack if value.linear is not None else 0.0
+                if value.linear is None:
+                    continue
+                inner = value.linear.slack
                 slack = up(slack + up(abs(factor) * inner)) if inner else slack
+                slack = slack + _lost(value.linear.conv.kernel, factor)
             if not bool(torch.isfinite(kernel).all()):
                 return None
-            return Value(step.shape, linear=Linear(anchor, sized, step.options, slack))
+            both = (v.linear.rounded for v in (one, other) if v.linear is not None)
+            linear = Linear(anchor, sized, step.options, slack, max(both))
+            return Value(step.shape, linear=linear)
     return None
 
 

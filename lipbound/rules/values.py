@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lipbound.bounds import Bracket, bound, bracket
+from lipbound.bounds.rounding import norm_above
 from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.graph import Call, Reference
 
@@ -73,13 +74,22 @@ class Linear:
         anchor: What it is a convolution of.
         conv: The operator, with its input size; D = 0 for a matrix.
         options: How hard to work.
-        slack: Bounds the norm of what rounding did to the kernel.
+        slack: Bounds the norm of what rounding did to the kernel, absolutely,
+        rounded: and relative to each entry's size.
     """
 
     anchor: Value
     conv: Convolution
     options: Options
     slack: float = 0.0
+    rounded: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Bounds the norm of what ``conv``, a matrix here, is off by."""
+        if not self.slack and not self.rounded:
+            return 0.0
+        return up(self.slack + up(self.rounded * norm_above(self.conv.kernel)))
 
     @cached_property
     def norm(self) -> float:
@@ -149,7 +159,7 @@ class Value:
         if gain and self.error:
             error = gain * self.error if exact else up(gain * self.error)
         after = self.shape if shape is None else tuple(shape)  # () is a number, to be spread
-        why = self.why or ("" if gain < math.inf else "it multiplies with what has no finite size")
+        why = self.why or ("" if gain < math.inf else INFINITE)
         error = up(error + apart) if apart else error
         return Value(after, product if exact else up(product), reason=why, apart=error)
 
@@ -206,7 +216,7 @@ class Step:
 
     def note(self, text: str) -> None:
         """Say something of it to whoever reads the audit."""
-        place = f" ({self.call.module})" if self.call.module else ""
+        place = f" (module {self.call.module})" if self.call.module else ""
         self.options.notes[text + place] = None
 
     def only(self) -> Value:
@@ -215,6 +225,9 @@ class Step:
         if len(found) != 1:
             raise Unbounded(f"it has a rule for one activation, and was given {len(found)}")
         return found[0]
+
+
+INFINITE = "its constant is not finite"
 
 
 class Unbounded(Exception):
@@ -266,6 +279,8 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
                 f"no rule for {call.op}; add one with @lipbound.register_rule({call.op!r})"
             )
         result = _ruled(step)
+        if isinstance(result, Value) and result.reason == INFINITE:
+            raise Unbounded(INFINITE)
     except Unbounded as error:
         earlier = [v.why for v in step.inputs() if v.lipschitz == math.inf and v.why]
         place = ", ".join(part for part in (call.module, call.source) if part)
@@ -324,13 +339,16 @@ def up(number: float) -> float:
 def readings(number: Any, dtype: torch.dtype | None = None) -> list[float]:
     """What a Python number may be in a network: itself, in float32, or in the network's own type.
 
+    A float64 network has it as it is.
+
     Raises:
         Unbounded: If it is not a number.
     """
     exact = torch.tensor(float(number), dtype=torch.float64)
     if bool(exact.isnan()):
         raise Unbounded("a constant that it multiplies with is not a number")
-    types = [torch.float32, *([dtype] if dtype in (torch.float16, torch.bfloat16) else [])]
+    half = dtype in (torch.float16, torch.bfloat16)
+    types = [] if dtype == torch.float64 else [torch.float32, *([dtype] if half else [])]
     rounded = [float(exact.to(kind)) for kind in types]
     return [float(exact), *(r for r in rounded if 0 < abs(r) < math.inf)]
 
