@@ -166,10 +166,10 @@ def neighbours() -> str:
 
 `python -m verify neighbours`: every elementwise rule in float32 and float64, around every place where its formula
 changes or is steepest and over the whole range of numbers. Two floats a and b that lie 1 to 2^40 units in the last
-place apart must satisfy |f(a) − f(b)| ≤ L·|a − b| + error + 2·ulps. L and the error are what `audit` says of the
-operation, and ulps is the documented error of the library's functions in units in the last place of f.
+place apart must satisfy |f(a) − f(b)| ≤ L·|a − b| + error + 2·k·ulp(f). L and the error are what `audit` says of the
+operation, and k is the documented error of the library's functions in units in the last place.
 
-**{len(operations)} operations and precisions, {pairs:,} pairs, {wrong} violations.** Operations that jump:
+**{len(operations)} operations and precisions, {pairs:,} pairs, {wrong} violations.** Operations that jump (softplus with its β and threshold):
 
 {table(["operation", "L", "error", "pairs"], rows)}
 

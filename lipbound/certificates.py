@@ -51,6 +51,8 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
     if isinstance(source, nn.Module):
         if inputs is None:
             raise ValueError("certify(model, audit) needs the inputs; or pass the logits")
+        if tuple(inputs.shape) == audit.input_shape:
+            raise ValueError(f"{tuple(inputs.shape)} is one input; pass a batch, inputs[None]")
         if audit.input_shape is not None and tuple(inputs.shape[1:]) != audit.input_shape:
             raise ValueError(
                 f"the inputs are {tuple(inputs.shape[1:])} each, the audit is of "
@@ -88,8 +90,8 @@ def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
         (~alike(alone, together) & together.isfinite().all(1)).any()
     ):
         raise ValueError(
-            f"the network answers {len(inputs)} inputs together otherwise than each alone, as it "
-            f"was audited; pass them one by one"
+            f"the network mixes the inputs of a batch: its answers to these {len(inputs)} differ "
+            f"from those to each alone, and the audit is of one input; certify inputs[i : i + 1]"
         )
     return alone
 

@@ -156,8 +156,8 @@ def audit(
     fail_above: Annotated[
         float | None,
         typer.Option(
-            help="Exit with 1 if the network's bound exceeds this (without an "
-            "architecture: if any kernel's does)."
+            help="Exit with code 1 if the network's bound exceeds this number, or if there is no "
+            "bound. Without an architecture the largest kernel counts."
         ),
     ] = None,
     minutes: Annotated[
@@ -221,7 +221,10 @@ def audit(
     alone = isinstance(network, dict)  # kernels that nothing says are one network
     worst = max(r.bracket.upper for r in found.layers) if alone else found.upper
     if fail_above is not None and not worst <= fail_above:
-        typer.echo(f"lipbound: {worst:.6g} is above {fail_above:g}", err=True)
+        said = f"{worst:.6g} is above {fail_above:g}"
+        if worst == float("inf"):
+            said = f"there is no bound, so --fail-above {fail_above:g} fails"
+        typer.echo(f"lipbound: {said}", err=True)
         raise typer.Exit(1)
 
 

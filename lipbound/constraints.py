@@ -104,15 +104,18 @@ class Constrained(nn.Module):
         for name, value in _geometry(layer).items():
             if value != self._made_for[name]:
                 raise ValueError(
-                    f"{name} of a constrained {type(layer).__name__} was {self._made_for[name]!r} "
-                    f"and is now {value!r}; call unconstrain, change it, then constrain again"
+                    f"{name} of this constrained {_kind(layer)} was {self._made_for[name]!r} when "
+                    f"constrain was called and is now {value!r}; set it back, call unconstrain, "
+                    f"then change it and call constrain again"
                 )
         if parametrize.is_parametrized(layer, "weight"):
             after = layer.parametrizations["weight"][-1]  # type: ignore[index]
             if isinstance(after, nn.Module) and after is not self:
                 raise ValueError(
-                    f"{type(after).__name__} changes the weight after constrain has limited it; "
-                    f"register it first, or leave it out"
+                    f"{type(after).__name__} was registered on a weight that constrain limits, so "
+                    f"the limit does not hold; remove both with torch.nn.utils.parametrize."
+                    f"remove_parametrizations(layer, 'weight', leave_parametrized=False), then "
+                    f"call constrain again without it"
                 )
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -173,6 +176,11 @@ def scaled(weight: Tensor, scale: Tensor | float) -> Tensor:
     return (wide * factor).to(weight.dtype)
 
 
+def _kind(layer: nn.Module) -> str:
+    """Its class, as it was before torch made a parametrized one of it."""
+    return type(layer).__name__.removeprefix("Parametrized")
+
+
 def _geometry(layer: nn.Module) -> dict[str, object]:
     """What the layer's forward does with its weight, but for the weight."""
     names = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding",
@@ -216,7 +224,9 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
     for name, layer in found.items():
         if parametrize.is_parametrized(layer, "weight"):
             raise ValueError(
-                f"the weight of {name or type(layer).__name__} is parametrized already"
+                f"the weight of {name or _kind(layer)} has a parametrization already, and "
+                f"constrain must be the only one; remove it first with "
+                f"torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
             )
     for name, layer in found.items():
         named(name, layer)  # or refuse all before the first is changed

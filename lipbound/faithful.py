@@ -53,7 +53,7 @@ UNSEEN = {  # arguments that choose a library or a place, not a function
     "pin_memory",
 }  # fmt: skip
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "under torch.no_grad()": torch.no_grad,
+    "": torch.no_grad,
     "under torch.enable_grad()": torch.enable_grad,
     "for an input that requires gradients": torch.enable_grad,
     "under torch.inference_mode()": torch.inference_mode,
@@ -246,7 +246,8 @@ def difference(
             except Exception as error:
                 if _fails(model, given):  # it is not run this way
                     continue
-                return f"{mode} it fails while its operations are recorded: {_first_line(error)}"
+                said = f"{mode} it fails while its operations are recorded: {_first_line(error)}"
+                return said.strip()
             said = _other_operations(ran, record(captured, given))
             if said and not ran.read:  # its forward may switch to inference mode by itself
                 with torch.inference_mode():
@@ -255,7 +256,7 @@ def difference(
             said = said or _unused(ran, known)
             said = said or _other_values(outputs(model, given), outputs(analysed, one))
             if said:
-                return f"{mode} {said}"
+                return f"{mode} {said}".strip()
     with torch.no_grad():
         for place, scale in enumerate(SCALES):
             x = scale * inputs[place % len(inputs)][None]
@@ -268,7 +269,7 @@ def difference(
             return "it answers the same input twice in two ways"
         changed = [name for name, value in fingerprint(model).items() if state.get(name) != value]
     if changed:
-        return f"it changes its {changed[0]!r} when it runs"
+        return f"it changes its {changed[0]!r}; let it do that in training mode only"
     return ""
 
 

@@ -119,9 +119,9 @@ def check_file(path: Path) -> None:
     if path.is_dir():
         inside = sorted(p.name for p in path.iterdir() if p.suffix in SAFE | PICKLED)
         raise ValueError(
-            f"{str(path)!r} is a folder; name a file"
+            f"{str(path)!r} is a folder; name a weights file"
             + (f" in it: {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}" if inside
-               else ", it holds no weights")
+               else f" instead; this folder holds none ({', '.join(sorted(SAFE | PICKLED))})")
         )  # fmt: skip
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")

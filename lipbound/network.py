@@ -239,7 +239,12 @@ def unfaithful(graph: Graph, model: nn.Module, inputs: Tensor) -> str:
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         said = f"the two could not be compared ({first})"
-    return f"{type(model).__name__} runs differently from what was captured: {said}" if said else ""
+    return (
+        f"{type(model).__name__} does something else when it runs than when torch.export captures "
+        f"it: {said}"
+        if said
+        else ""
+    )
 
 
 @torch.no_grad()
@@ -333,8 +338,8 @@ def _cut_short(layers: Sequence[LayerReport], minutes: float | None) -> str:
         return ""
     count = sum(r.bracket.lower == 0 < r.bracket.upper for r in layers)
     return (
-        f"after {minutes:g} minutes the search was stopped: the upper ends of {count} of "
-        f"{len(layers)} layers come from a cheaper bound"
+        f"the search stopped after {minutes:g} minutes: {count} of {len(layers)} layers have an "
+        f"upper end from a cheaper bound, which is proved too, and no lower end"
     )
 
 

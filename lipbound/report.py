@@ -292,8 +292,8 @@ def summary(audit: Audit) -> list[str]:
         lines.append(f"network: not bounded, {audit.reason}")
     if audit.error > 0 and audit.upper < math.inf:
         lines.append(
-            f"the network stays within {audit.error:.2g} of a function with this constant; "
-            f"certificates subtract that"
+            f"the network differs by at most {audit.error:.2g} from a function with this constant; "
+            f"certify takes that into account"
         )
     if audit.note:
         lines.append(audit.note)

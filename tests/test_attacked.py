@@ -374,7 +374,9 @@ def test_inputs_that_change_each_others_answers(what, first):
     mixing, inputs = Run(MIXING[what]), torch.tensor([[0.0, 1.0], [2.0, 1.0], [3.0, 5.0]])
     found, inputs[0, 0] = audit(mixing, (2,)), first
     assert len(certify(mixing, found, inputs[1:2])) == 1
-    with pytest.raises(ValueError, match="3 inputs together otherwise than each alone"):
+    with pytest.raises(
+        ValueError, match="mixes the inputs of a batch: its answers to these 3 differ"
+    ):
         certify(mixing, found, inputs)
     assert certify(nn.ReLU(), audit(nn.ReLU(), (2,)), inputs)[1] == pytest.approx(0.5**0.5)
 

@@ -254,7 +254,7 @@ UNBOUNDED: dict[str, tuple] = {
     ),
     "float8": (
         lambda: Run(lambda m, x: m.c(x).to(torch.float8_e4m3fn).to(x.dtype), c=conv(3, 2)), IMAGE,
-        "float8_e4m3fn leaves a few values",
+        "float8_e4m3fn rounds so coarsely that it jumps",
     ),
     "copied integers": (
         lambda: Run(lambda m, x: torch.zeros(1, 3, 8, 8, dtype=torch.int8).copy_(m.c(x)) * 1.0,

@@ -165,7 +165,7 @@ class Further(nn.Module):
             y = x.clone()
             y[..., 0] = 2 * x[..., -1]
             return y
-        if self.kind == "unfold":
+        if self.kind == "unfold" and x.ndim == 4:  # of three axes it would take one for the batch
             return functional.unfold(x, 2, padding=1).unsqueeze(-1)
         if self.kind == "shrink":
             return functional.softshrink(x, 0.2)

@@ -122,8 +122,11 @@ def _softplus(step: Step) -> Value:
     threshold = step["threshold"] - abs(step["threshold"]) * 2.0**-20
     jump = up(up(math.log1p(math.exp(-threshold))) / abs(step["beta"]) * ROUNDED)
     if not jump <= JUMP:
-        raise Unbounded(f"softplus jumps at its threshold {step['threshold']}")
-    step.note(f"softplus jumps by {jump:.1e} at its threshold")
+        raise Unbounded(
+            f"softplus jumps by {jump:.1e} at its threshold {step['threshold']:g}, and at most "
+            f"{JUMP:g} is allowed; the default threshold of 20 is enough"
+        )
+    step.note(f"each entry of softplus jumps by {jump:.1e} at its threshold")
     value = step.only()
     return value.times(1.0, step.shape, apart=up(jump * up(math.sqrt(math.prod(step.shape)))))
 

@@ -51,7 +51,7 @@ def _check_cast(step: Step) -> None:
     """
     dtype, given = step.call.dtype, step.arguments.get("dtype")
     if dtype is not None and dtype.itemsize < 2:
-        raise Unbounded(f"a cast to {dtype} leaves a few values: it jumps")
+        raise Unbounded(f"a cast to {dtype} rounds so coarsely that it jumps")
     casts = given is not None or step.call.op in ("aten.copy", "aten.copy_", "aten.type_as")
     if casts and dtype in (torch.float16, torch.bfloat16):
         step.note(f"the rounding of a cast to {dtype} is not part of the bound")

@@ -276,7 +276,8 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
             raise Unbounded("its result is no real floating-point tensor: it jumps, or has no rule")
         if call.op not in RULES:
             raise Unbounded(
-                f"no rule for {call.op}; add one with @lipbound.register_rule({call.op!r})"
+                f"lipbound has no rule for {call.op}; write one with "
+                f"@lipbound.register_rule({call.op!r})"
             )
         result = _ruled(step)
         if isinstance(result, Value) and result.reason == INFINITE:
