@@ -246,7 +246,7 @@ def difference(
             except Exception as error:
                 if _fails(model, given):  # it is not run this way
                     continue
-                said = f"{mode} it fails while its operations are recorded: {_first_line(error)}"
+                said = f"{mode} it fails while its operations are recorded: {first_line(error)}"
                 return said.strip()
             said = _other_operations(ran, record(captured, given))
             if said and not ran.read:  # its forward may switch to inference mode by itself
@@ -288,7 +288,8 @@ def _fails(model: Run, inputs: Tensor) -> bool:
     return False
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, or is, in a line that can stand in another sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 

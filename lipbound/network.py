@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from lipbound.blocks import certified, find_chain, optimised
 from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
 from lipbound.bounds.rounding import norm_above
-from lipbound.faithful import difference, exceeds, outputs
+from lipbound.faithful import difference, exceeds, first_line, outputs
 from lipbound.geometry import Convolution, Layer, named, own_forward
 from lipbound.graph import Call, Graph, NotCaptured, capture
 from lipbound.jacobian import jacobian_norm
@@ -174,7 +174,7 @@ def audit(
         apart = [name for name, m in model.named_modules() if own_forward(m)]
         note = f"not among the layers, for their forward is their own: {', '.join(apart)}"
         note = note if apart else ""
-        note = "; ".join(part for part in (_cut_short(layers, minutes), note) if part)
+        note = _together(_cut_short(layers, minutes), note)
         if inputs is None:
             reason = "no input shape was given, so only the layers were read"
             return Audit(layers, math.inf, 0.0, reason, (), product, None, note=note)
@@ -193,7 +193,7 @@ def audit(
         if other and found.upper < math.inf:
             why = f"layers only: {other}"
             return Audit(layers, math.inf, 0.0, why, (), product, shape, note=note)
-        note = "; ".join(part for part in (found.note, other, note) if part)
+        note = _together(found.note, other, note)
         found = replace(found, layers=layers, product=product, input_shape=shape, note=note)
         if not search or time_is_up():
             return found
@@ -210,9 +210,9 @@ def audit(
                 return replace(found, lower=lower)
             why = f"its norm left the range of {inputs.dtype}"
         except (NotImplementedError, RuntimeError) as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+            why = first_line(error)
         said = f"no lower bound: the Jacobian could not be computed ({why})"
-        return replace(found, note="; ".join(part for part in (found.note, said) if part))
+        return replace(found, note=_together(found.note, said))
 
 
 @torch.no_grad()
@@ -237,8 +237,7 @@ def unfaithful(graph: Graph, model: nn.Module, inputs: Tensor) -> str:
     try:
         said = difference(model, graph.captured, graph.analysed, inputs, RULES.__contains__)
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        said = f"the two could not be compared ({first})"
+        said = f"the two could not be compared ({first_line(error)})"
     return (
         f"{type(model).__name__} does something else when it runs than when torch.export captures "
         f"it: {said}"
@@ -296,7 +295,7 @@ def audit_weights(
         )
     with within(minutes):
         layers = layer_reports(kernels, Options(rtol, method=method), progress)
-        note = "; ".join(part for part in (_cut_short(layers, minutes), note) if part)
+        note = _together(_cut_short(layers, minutes), note)
     reason = "weights alone: without the architecture there is no network to bound"
     return Audit(layers, math.inf, 0.0, reason, (), _product(layers), None, note=note)
 
@@ -341,6 +340,11 @@ def _cut_short(layers: Sequence[LayerReport], minutes: float | None) -> str:
         f"the search stopped after {minutes:g} minutes: {count} of {len(layers)} layers have an "
         f"upper end from a cheaper bound, which is proved too, and no lower end"
     )
+
+
+def _together(*notes: str) -> str:
+    """Notes as one, without the empty ones."""
+    return "; ".join(filter(None, notes))
 
 
 def _norm_bracket(layer: _BatchNorm) -> Bracket:
@@ -409,13 +413,13 @@ def _weighted(
     chain = find_chain(outputs[0]) if exact else None
     if chain is None:
         note = "effort high: the network is no chain of residual blocks, so nothing was gained"
-        return replace(audit, note="; ".join(filter(None, (audit.note, note))))
+        return replace(audit, note=_together(audit.note, note))
     features, head = certified(chain, optimised(chain, progress=progress), options.rtol, progress)
     matrix = bracket(head, options.rtol)
     upper = up(features * up(matrix.upper * (1 + 2.0**-40)))
     note = f"effort high: two weighted norms for each of {len(chain.blocks)} residual blocks"
     note = note if upper < audit.upper else f"{note}, which did not lower the bound"
-    note = "; ".join(filter(None, (audit.note, note)))
+    note = _together(audit.note, note)
     if upper >= audit.upper:
         return replace(audit, note=note)
     lost = up(2.0**-48 * norm_above(head) + head.numel() * 2.0**-1074)

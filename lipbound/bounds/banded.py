@@ -62,7 +62,7 @@ def _width(matrix: sparse.csr_array) -> int:
 
 
 def _cost(matrix: sparse.csr_array) -> int:
-    """Of factoring AA*."""
+    """What factoring AA* costs, about."""
     return int(matrix.shape[0]) * (_width(matrix) + 1) ** 2
 
 
