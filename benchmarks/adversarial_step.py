@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import lipbound
-from lipbound.experiments.speed import Direct
-from lipbound.records import append, provenance
+from lipbound.files import append, provenance
+from lipbound.paper.speed import Direct
 from lipbound.robust.models import WideResNet
 
 RADIUS, PGD = 8 / 255, 10

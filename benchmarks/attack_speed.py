@@ -18,14 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import lipbound.experiments.packed  # noqa: F401  adds its data sets
-from lipbound.records import append, provenance
-from lipbound.robust.attacks import autoattack
+from lipbound.files import append, provenance
+from lipbound.robust.attacks.autoattack import autoattack
+from lipbound.robust.attacks.half_precision import Rough
+from lipbound.robust.attacks.plan import HALVES, SLACK, Plan, engine, strongest
+from lipbound.robust.attacks.recheck import tf32, verified
 from lipbound.robust.data import DATA
-from lipbound.robust.plan import HALVES, SLACK, Plan, engine, strongest
-from lipbound.robust.rough import Rough
-from lipbound.robust.trained import load_trained
-from lipbound.robust.verify import tf32, verified
+from lipbound.robust.training.trained import load_trained
 
 
 def main() -> None:

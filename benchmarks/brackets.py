@@ -24,10 +24,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipbound
-from lipbound.experiments.networks import Layers
-from lipbound.experiments.speed import gram_iteration
-from lipbound.records import append
-from lipbound.robust.trained import load_trained
+from lipbound.files import append
+from lipbound.paper.networks import Layers
+from lipbound.paper.speed import gram_iteration
+from lipbound.robust.training.trained import load_trained
 
 
 def seconds(run, repeats: int, device: str, clock) -> tuple[float, object]:

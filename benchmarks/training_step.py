@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lipbound.records import append, provenance
-from lipbound.robust.data import in_memory
-from lipbound.robust.run import Run, penalty_of
-from lipbound.robust.settings import settings
-from lipbound.robust.team import Team
+from lipbound.files import append, provenance
+from lipbound.robust.data.sets import in_memory
+from lipbound.robust.training.distributed import Team
+from lipbound.robust.training.run import Run, penalty_of
+from lipbound.robust.training.settings import settings
 
 ARMS = ("at", "at+pm", "at+lipreg", "at+spectral")
 

@@ -4,21 +4,18 @@ Bounds are proved to be at least σ1, in floating point too; a bracket is proved
 estimates promise nothing; exact is an SVD at one input size.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets
-    from lipbound.certificates import certify
+    from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets, lipschitz
     from lipbound.constraints import constrain, unconstrain
     from lipbound.estimates import ESTIMATES, PowerIteration, estimate
     from lipbound.geometry import Convolution, convolution
-    from lipbound.layers import lipschitz
-    from lipbound.network import Audit, audit
+    from lipbound.network import Audit, audit, certify, register_rule
     from lipbound.penalty import Penalty
-    from lipbound.rules import register_rule
     from lipbound.symbols import symbol
     from lipbound.toeplitz import exact
 
@@ -46,15 +43,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "bounds": ("BOUNDS", "Bracket", "bound", "bracket", "brackets"),
-    "certificates": ("certify",),
+    "bounds": ("BOUNDS", "Bracket", "bound", "bracket", "brackets", "lipschitz"),
     "constraints": ("constrain", "unconstrain"),
     "estimates": ("ESTIMATES", "PowerIteration", "estimate"),
     "geometry": ("Convolution", "convolution"),
-    "layers": ("lipschitz",),
-    "network": ("Audit", "audit"),
+    "network": ("Audit", "audit", "certify", "register_rule"),
     "penalty": ("Penalty",),
-    "rules": ("register_rule",),
     "symbols": ("symbol",),
     "toeplitz": ("exact",),
 }

@@ -1,5 +1,5 @@
 """``python -m lipbound``: the command line."""
 
-from lipbound.cli import main
+from lipbound.cli.main import main
 
 main()

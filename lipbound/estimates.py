@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from lipbound.energy import energy_maxima
 from lipbound.geometry import Convolution, Layer, convolution, weight_of
-from lipbound.methods import call
-from lipbound.symbols import evaluate, grid, radians
+from lipbound.registry import call
+from lipbound.row_energies import on_grid, root, row_peaks
+from lipbound.runtime import wide, widened
+from lipbound.symbols import evaluate, grid, positions, radians
 from lipbound.toeplitz import adjoint, apply
 
 
@@ -28,11 +30,11 @@ def polygrid(layer: Layer, samples: int = 10, **geometry: object) -> Tensor:
     """
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
     kernel, unit = _working(conv)
-    taps = kernel.reshape(conv.groups, -1, *kernel.shape[1:])
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples={samples!r} must be a positive integer")
-    total = energy_maxima(taps, (samples,) * conv.dims).sum(-1).amax()
-    return _root(total) * unit
+    kind = on_grid(tuple(kernel.shape[2:]), (1,) * conv.dims, (samples,) * conv.dims)
+    peaks, _ = row_peaks(kernel.reshape(*kernel.shape[:2], -1), kind, locate=False)
+    return root(peaks.reshape(conv.groups, -1).sum(1).amax()) * unit
 
 
 class PowerIteration:
@@ -54,7 +56,7 @@ class PowerIteration:
         shape = (1, conv.in_channels, *(conv.input_size or ()))
         draw = torch.Generator().manual_seed(seed)
         start = torch.randn(shape, generator=draw, dtype=torch.float64)
-        self.vector = start.to(conv.kernel.device, _dtype(conv))
+        self.vector = start.to(conv.kernel.device, wide(conv.kernel.dtype))
 
     def _read(self) -> Convolution:
         if not isinstance(self.layer, nn.Module):
@@ -64,20 +66,36 @@ class PowerIteration:
 
     def __call__(self, iterations: int = 10) -> Tensor:
         """Run, remember the vector, and return ‖layer(v)‖ for unit v, differentiable."""
-        conv = self._read()
-        weight = conv.kernel.detach().abs().amax()
-        unit = power_of_two(conv.kernel.to(_dtype(conv)))
-        conv = replace(conv, kernel=conv.kernel.to(_dtype(conv)) / unit)
-        vector = self.vector
-        with torch.no_grad():
-            for _ in range(iterations):
-                vector = _unit(vector)
-                vector = adjoint(conv, _unit(apply(conv, vector)), vector.shape[2:])
-            right = _unit(vector)
-            left = _unit(apply(conv, right))
-            # A zero layer maps everything to zero; the next call starts afresh from where it was.
-            self.vector = torch.where(weight > 0, right, self.vector)
+        kernel, unit = _working(self._read())
+        conv = replace(self._conv, kernel=kernel)
+        left, right = powers(conv, self.vector, 1, iterations)
+        # A zero layer maps everything to zero; the next call starts afresh from where it was.
+        self.vector = torch.where(kernel.detach().abs().amax() > 0, right, self.vector)
         return (left * apply(conv, right)).sum() * unit
+
+
+@torch.no_grad()
+def powers(conv: Convolution, start: Tensor, count: int, iterations: int) -> tuple[Tensor, Tensor]:
+    """Left and right unit vectors after power iteration on ``count`` layers side by side.
+
+    Args:
+        conv: The layers as groups of one.
+        start: Input of all of them, ``(1, channels, *spatial)``.
+        count: How many layers there are; each has a vector of its own.
+        iterations: Products with every layer and its adjoint.
+    """
+
+    def unit(tensor: Tensor) -> Tensor:
+        each = tensor.reshape(count, -1)
+        norm = torch.linalg.vector_norm(each, dim=1, keepdim=True)
+        return (each / norm.clamp_min(1e-30)).reshape(tensor.shape)
+
+    vector = start
+    for _ in range(iterations):
+        vector = unit(vector)
+        vector = adjoint(conv, unit(apply(conv, vector)), vector.shape[2:])
+    right = unit(vector)
+    return unit(apply(conv, right)), right
 
 
 def power_iteration(
@@ -159,13 +177,9 @@ def estimate(layer: Layer, method: str = "polygrid", **options: object) -> Tenso
     return call(ESTIMATES, "estimate", method, layer, options)
 
 
-def _dtype(conv: Convolution) -> torch.dtype:
-    return torch.promote_types(conv.kernel.dtype, torch.float32)
-
-
 def _working(conv: Convolution) -> tuple[Tensor, Tensor]:
     """The kernel divided by a power of two near its largest entry, and that power."""
-    kernel = conv.kernel.to(_dtype(conv))
+    kernel = widened(conv.kernel)
     unit = power_of_two(kernel)
     return kernel / unit, unit
 
@@ -192,12 +206,143 @@ def _required(method: str, layer: Layer, shape: Sequence[int] | None) -> Sequenc
     return shape
 
 
-def _unit(vector: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(vector)
-    return vector / torch.where(norm > 0, norm, 1.0)
+CHUNK = 1 << 22  # entries of products of taps at once
+FIRST = 20  # iterations of the first call, from a random start
+
+State = tuple[Tensor, Tensor]
+"""Where a climb stands: frequencies ω ``(batch, axes)`` and vectors u ``(batch, rows, 2)``."""
 
 
-def _root(total: Tensor) -> Tensor:
-    """√ with a zero gradient at zero."""
-    positive = total > 0
-    return torch.where(positive, torch.where(positive, total, 1.0).sqrt(), total)
+class Climb:
+    """Climbs to σ1 of symbols of one shape; u is kept as real and imaginary part.
+
+    Args:
+        shape: Of one symbol's taps, ``(rows, columns, *sizes)``.
+        seed: Of the random start.
+    """
+
+    def __init__(self, shape: Sequence[int], seed: int = 0):
+        self.rows, self.columns, *self.sizes = shape
+        self.samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
+        self.count = math.prod(self.sizes)
+        self.seed = seed
+        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, batch: Tensor, state: State | None, iterations: int) -> tuple[Tensor, State]:
+        """The values ``(batch,)``, differentiable in the real taps, and where they were found.
+
+        Args:
+            batch: Taps, ``(batch, rows, columns, *sizes)``.
+            state: Where to begin; a longer first climb without it.
+            iterations: How many rounds.
+        """
+        matrices, unit = self.scaled(batch)
+        state, right = self.reach(matrices, state, iterations)
+        return self.at(matrices, state[1], right) * unit, state
+
+    def scaled(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Matrices of taps near 1, for 1e20 squared would leave float32; and their units."""
+        batch = batch.reshape(len(batch), self.rows, -1)
+        unit = power_of_two(batch, (1, 2))
+        return batch / unit[:, None, None], unit
+
+    @torch.no_grad()
+    def reach(self, batch: Tensor, state: State | None, iterations: int) -> tuple[State, Tensor]:
+        """Where a climb on scaled matrices gets, and the right vectors times the waves there."""
+        if state is None or state[0].device != batch.device:
+            state = self._start(batch)
+            iterations = max(iterations, FIRST)
+        for _ in range(iterations):
+            state, right = self._climb(batch, *state)
+        return state, right
+
+    def at(self, batch: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """The scaled matrices' values at what was reached, differentiable."""
+        return ((batch @ right) * left).sum((1, 2))
+
+    def _start(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """A short power iteration at every point of the grid; the highest of them starts.
+
+        Climbing in turns stops at any local peak, so where it starts matters.
+        """
+        half = radians(grid(self.samples, half=True), self.samples).to(batch.device)
+        draw = torch.Generator().manual_seed(self.seed)
+        start = torch.randn(len(half), self.rows, 2, generator=draw, dtype=torch.float64)
+        shape = (1, self.rows, self.columns, *self.sizes)
+        frequencies, lefts = [], []
+        for kernel in batch:
+            symbols = evaluate(kernel.reshape(shape), half)[0]  # (P, rows, columns)
+            left = torch.view_as_complex(start.to(batch)).unsqueeze(-1)
+            for _ in range(FIRST):
+                left = symbols @ (symbols.mH @ left)
+                norm = torch.linalg.vector_norm(left, dim=1, keepdim=True)
+                left = left / norm.clamp_min(1e-30)
+            best = norm.flatten().argmax()
+            frequencies.append(half[best])
+            lefts.append(torch.view_as_real(left[best, :, 0]))
+        return torch.stack(frequencies), torch.stack(lefts)
+
+    def _climb(
+        self, batch: Tensor, frequency: Tensor, left: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """One round; also the right vectors times the waves, ``(batch, columns·taps, 2)``.
+
+        With y_h = u*K_h: the polynomial's coefficients are Σ_j conj(y_js) y_jt.
+        """
+        product = batch.mT @ left  # (batch, columns·taps, 2): Kᵀ(a + ib), so conj of u*K
+        rows = torch.complex(product[..., 0], -product[..., 1])
+        rows = rows.reshape(len(batch), self.columns, self.count)
+        step = max(1, CHUNK // self.count**2)
+        parts = zip(rows.split(step), frequency.split(step), strict=True)
+        frequency = torch.cat([self._best(part, place) for part, place in parts])
+        waves = self._waves(frequency).to(rows.dtype)  # (batch, T)
+        right = (rows @ waves[..., None]).conj()  # F*u, (batch, columns, 1)
+        right = right / torch.linalg.vector_norm(right, dim=1, keepdim=True).clamp_min(1e-30)
+        spread = torch.view_as_real((right * waves[:, None, :]).flatten(1))
+        return (frequency, _unit(batch @ spread)), spread
+
+    def _best(self, rows: Tensor, frequency: Tensor) -> Tensor:
+        """The highest of the grid, where it is, and two Newton steps along the axes from there."""
+        gram = rows.mH @ rows  # (batch, T, T)
+        peak = self._on_grid(rows, gram).argmax(1)
+        everywhere, taps = self._grid_and_taps(gram.device)
+        distance = taps[None, :, :] - taps[:, None, :]  # (T, T, D)
+        waves = self._waves(frequency).to(gram.dtype)
+        terms = (waves.conj()[:, :, None] * gram * waves[:, None, :]).to(torch.complex128)
+        slope = -(terms.imag[..., None] * distance).sum((1, 2))  # (batch, D)
+        bend = -(terms.real[..., None] * distance.square()).sum((1, 2))
+        step = torch.where(bend < 0, -slope / torch.where(bend < 0, bend, -1.0), 0.0)
+        newton = [frequency + step, frequency + step / max(1, len(self.sizes))]
+        tried = torch.stack([everywhere[peak], frequency, *newton], 1)  # (batch, 4, D)
+        waves = self._waves(tried).to(gram.dtype)  # (batch, 4, T)
+        energy = ((waves.conj() @ gram) * waves).sum(-1).real
+        best = energy.argmax(1)
+        return tried[torch.arange(len(tried), device=best.device), best]
+
+    def _on_grid(self, rows: Tensor, gram: Tensor) -> Tensor:
+        """‖u*F(ω)‖² at every point, ``(batch, P)``; of many taps by a Fourier transform."""
+        if self.count <= max(64, self.columns):
+            everywhere, _ = self._grid_and_taps(gram.device)
+            shared = self._waves(everywhere).to(gram.dtype).mT  # (T, P)
+            return ((gram @ shared) * shared.conj()).sum(1).real
+        axes = tuple(range(2, 2 + len(self.sizes)))
+        field = torch.fft.ifftn(rows.unflatten(-1, self.sizes), self.samples, axes, norm="forward")
+        return field.abs().square().sum(1).flatten(1)
+
+    def _waves(self, frequency: Tensor) -> Tensor:
+        """e^{ih·ω}, ``(..., axes)`` → ``(..., taps)``."""
+        angle = frequency @ self._grid_and_taps(frequency.device)[1].mT
+        return torch.polar(torch.ones_like(angle), angle)
+
+    def _grid_and_taps(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Frequencies ``(P, axes)`` and positions ``(taps, axes)``, kept on every device in use."""
+        if device not in self._constants:
+            with torch.inference_mode(False):
+                points = radians(grid(self.samples), self.samples).to(device)
+                self._constants[device] = points, positions(self.sizes).double().to(device)
+        return self._constants[device]
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """``(batch, rows, 2)``, each of norm one as a complex vector; a zero stays zero."""
+    return vectors / torch.linalg.vector_norm(vectors, dim=(1, 2), keepdim=True).clamp_min(1e-30)

@@ -1,13 +1,26 @@
-"""Files that are whole or not there at all, whatever kills the process that writes them."""
+"""Files: atomic writes, records of one JSON object a line, and weights that are read safely.
+
+A file is written whole or not at all, whatever kills the process. Weights are read, never executed:
+safetensors, or PyTorch files with ``weights_only``. PyTorch is imported only to read them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+import platform
+import re
+import unicodedata
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def write(path: Path, content: bytes) -> None:
@@ -40,7 +53,17 @@ def write(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise _refusal(path, error) from None
-    for rest in path.parent.glob(f".{_literal(path.name)}.*.part"):
+    clean(path.parent, path.name)
+
+
+def clean(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes left of files they were writing; those that still run keep it.
+
+    Args:
+        folder: Where to look.
+        name: Of the file; all by default.
+    """
+    for rest in folder.glob(f".{name if name == '*' else _literal(name)}.*.part"):
         if not _running(rest.name.split(".")[-2]):
             rest.unlink(missing_ok=True)
 
@@ -193,3 +216,159 @@ def _literal(name: str) -> str:
 def _refusal(path: Path, error: OSError) -> OSError:
     reason = error.strerror or str(error)
     return OSError(f"cannot write {str(path)!r}: {reason}; what was there before stays")
+
+
+def provenance(device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    """What every record says of where it was made."""
+    import torch
+
+    from lipbound import __version__
+
+    cuda = device.startswith("cuda")
+    return {
+        "seed": seed,
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "lipbound": __version__,
+    }
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records of a file; none if it does not exist yet.
+
+    A last line without its end is one that a kill cut off: it was never a record.
+
+    Raises:
+        ValueError: If a line is no JSON object.
+    """
+    if not path.exists():
+        return []
+    *lines, rest = path.read_bytes().split(b"\n")
+    last = whole_json(rest)
+    return [*(_record(path, i, line) for i, line in enumerate(lines, 1)), *([last] if last else [])]
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number}: {error}; remove the line") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number}: no JSON object; remove the line")
+    return record
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters spelled out: a name cannot speak to the terminal.
+
+    Example:
+        >>> print(printable("conv\x1b[2J"))
+        conv\x1b[2J
+    """
+    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, directions, lone surrogates, line ends
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in hidden else c
+        for c in text
+    )
+
+
+ROOM, MOST = 1 << 28, 16  # bytes that tensors may take whatever the file's size, and times that
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name; nested state dicts (``state_dict``, ``model``) are opened.
+
+    Raises:
+        ValueError: Saying what is wrong with the file.
+    """
+    check_file(path)
+    if path.stat().st_size == 0:
+        raise ValueError(f"{str(path)!r} is empty")
+    if path.suffix in SAFE:
+        content: Any = _safetensors(path)
+    elif path.suffix in PICKLED:
+        content = _pickled(path)
+    else:
+        known = ", ".join(sorted(SAFE | PICKLED))
+        raise ValueError(f"cannot read {str(path)!r}; weights come as {known}")
+    tensors = _tensors(content)
+    if not tensors:
+        raise ValueError(f"{str(path)!r} holds no tensors")
+    # A few bytes may stand for a tensor of any size: every entry the same one.
+    claimed = sum(t.numel() * t.element_size() for t in tensors.values())
+    if claimed > max(ROOM, MOST * path.stat().st_size):
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size:,} bytes, but its tensors claim {claimed:,}; "
+            f"save them with .contiguous()"
+        )
+    return tensors
+
+
+def _pickled(path: Path) -> Any:
+    """What PyTorch reads of a file of its own without executing any of it.
+
+    Raises:
+        ValueError: If it holds more than weights, or is damaged.
+    """
+    import torch
+
+    try:
+        _refuse_bomb(path)
+        with warnings.catch_warnings(action="ignore"):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except _Bomb:
+        raise
+    except Exception as error:  # a damaged file may end in any
+        named = re.search(r"GLOBAL \S+", str(error))  # what it would have called
+        first = shorten(str(error).strip().partition("\n")[0], 120, placeholder=" ...")
+        said = named[0] if named else f"{type(error).__name__} {first}".strip()
+        raise ValueError(
+            f"{str(path)!r} holds more than weights, or is damaged ({said}); nothing of "
+            f"it was run. Save model.state_dict(), as safetensors if you can"
+        ) from None
+
+
+class _Bomb(ValueError):
+    """An archive that grows."""
+
+
+def _refuse_bomb(path: Path) -> None:
+    """PyTorch stores without compression: an archive that grows when it is opened is none of its.
+
+    Raises:
+        ValueError: If it would.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > path.stat().st_size:
+        raise _Bomb(
+            f"{str(path)!r} has {path.stat().st_size:,} bytes and unpacks to {size:,}; PyTorch "
+            f"does not compress its files, so it is refused. Save it again with torch.save"
+        )
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ValueError("reading safetensors needs: pip install 'lipbound[cli]'") from None
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise ValueError(f"{str(path)!r} is no complete safetensors file: {error}") from None
+
+
+def _tensors(content: Any) -> dict[str, Tensor]:
+    from torch import Tensor
+
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if isinstance(content, Tensor):
+        return {"weight": content}
+    if not isinstance(content, Mapping):
+        return {}
+    return {str(name): t for name, t in content.items() if isinstance(t, Tensor)}

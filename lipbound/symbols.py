@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lipbound.geometry import Convolution, Layer, convolution
+from lipbound.runtime import widened
 
 
 def taps(conv: Convolution) -> Tensor:
@@ -55,7 +56,7 @@ def symbol(
             f"frequencies of shape {tuple(frequencies.shape)} do not fit a kernel with "
             f"{conv.dims} spatial axes; pass (P, {conv.dims})"
         )
-    kernel = conv.kernel.to(torch.promote_types(conv.kernel.dtype, torch.float32))
+    kernel = widened(conv.kernel)
     for axis, a in enumerate(conv.dilation, start=2):
         kernel = _dilate(kernel, axis, a)
     blocks = evaluate(_phases(_grouped(kernel, conv.groups), conv.stride), frequencies)
@@ -119,8 +120,8 @@ def radians(points: Tensor, samples: Sequence[int]) -> Tensor:
     return points * (2 * math.pi / torch.tensor(samples, dtype=torch.float64))
 
 
-def samples_per_axis(coefficients: Tensor, samples: int | None) -> tuple[int, ...]:
-    """Grid points per axis: one where a single tap is left, else ``samples``.
+def samples_per_axis(sizes: Sequence[int], samples: int | None) -> tuple[int, ...]:
+    """Grid points per axis for so many taps: one where a single tap is left, else ``samples``.
 
     ``None`` takes 32 per unit of degree, which keeps the widening below 1.005 an axis for a
     kernel of any size.
@@ -131,7 +132,7 @@ def samples_per_axis(coefficients: Tensor, samples: int | None) -> tuple[int, ..
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ValueError(f"samples={samples!r} must be a positive integer, or None to choose")
     counts = []
-    for m in coefficients.shape[3:]:
+    for m in sizes:
         chosen = max(32, 16 * (m - 1)) if samples is None else samples
         if m > 1 and chosen <= m - 1:
             raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lipbound.geometry import Convolution, Layer, convolution
-from lipbound.threads import one_blas_thread
+from lipbound.runtime import one_blas_thread
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

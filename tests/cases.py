@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lipbound.symbols import evaluate, grid, radians
+
 # Rounding of the oracle itself (a dense float64 SVD of a small matrix), and of nothing else.
 ROUNDING = 1 - 1e-13
 
@@ -133,3 +135,9 @@ def spectral_norm(matrix) -> float:
     """Dense float64 SVD."""
     dense = matrix.toarray() if hasattr(matrix, "toarray") else np.asarray(matrix)
     return float(np.linalg.norm(dense, 2))
+
+
+def energy_maxima(taps: Tensor, samples: tuple[int, ...]) -> Tensor:
+    """max Σ_j |F_ij|² over the grid, straight from the symbol: ``(groups, rows)``."""
+    symbols = evaluate(taps, radians(grid(samples), samples))
+    return symbols.abs().square().sum(-1).amax(1)

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_train import blobs, chosen
+from helpers import blobs, chosen
 from torch import nn
 
 import lipbound
 from lipbound import Penalty
-from lipbound.experiments.layer_checks import check_layers
-from lipbound.experiments.network_checks import check_networks
-from lipbound.experiments.table1 import METHODS
-from lipbound.kernels import plain
-from lipbound.robust.evaluate import evaluate, outcomes
+from lipbound.paper.table1 import METHODS
+from lipbound.penalty import plain
+from lipbound.robust.attacks.evaluate import evaluate, outcomes
+from lipbound.robust.attacks.plan import Plan
 from lipbound.robust.models import WideResNet
-from lipbound.robust.plan import Plan
-from lipbound.robust.train import train
-from lipbound.robust.trained import load_model
+from lipbound.robust.training.loop import train
+from lipbound.robust.training.trained import load_model
+from verify.layer_checks import check_layers
+from verify.network_checks import check_networks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -116,7 +116,7 @@ def test_followed_terms_replay(method, monkeypatch):
             for ours, theirs in zip(*(n.parameters() for n in networks), strict=True):
                 ours.mul_(1.02).add_(0.01 * torch.randn_like(ours))
                 theirs.copy_(ours)
-    assert penalties[0]._terms._add._graph._graph is not None
+    assert penalties[0]._terms._add._graph._captured is not None
     assert penalties[1]._terms._add._graph is None
     copied = copy.deepcopy(penalties[0])  # its state, not its graph
     torch.testing.assert_close(copied.add_grad_(), penalties[0].add_grad_(), rtol=1e-4, atol=1e-4)

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import run
-from test_train import blobs, chosen, equal
+from helpers import blobs, chosen, equal, run
 
 from lipbound import files
-from lipbound.experiments import kills
-from lipbound.records import append, read
-from lipbound.robust import checkpoints
-from lipbound.robust.folder import RunFolder, lock
-from lipbound.robust.run import Run
-from lipbound.robust.train import train
+from lipbound.files import append, read
+from lipbound.robust.training import checkpoints
+from lipbound.robust.training.loop import train
+from lipbound.robust.training.run import Run
+from lipbound.robust.training.run_folder import RunFolder, lock
+from verify import kills
 
 
 def forked(run) -> int:
@@ -64,7 +63,7 @@ def recorded(folder: Path) -> int:
 
 @pytest.mark.parametrize(("run", "look"), [(saving, newest), (appending, recorded)])
 def test_killed_while_writing(tmp_path, run, look):
-    """A few of the hundred kills of ``lipbound.experiments.kills``, which take minutes."""
+    """A few of the hundred kills of ``verify.kills``, which take minutes."""
     draw, before = random.Random(1), 0
     for _ in range(8):
         process = forked(lambda: run(tmp_path))
@@ -248,8 +247,8 @@ def test_folders_that_take_no_file_are_refused_at_once(tmp_path, monkeypatch, ca
             return real_open(path, mode)
 
     called = []
-    monkeypatch.setattr("lipbound.demo.network", lambda: called.append("work"))
-    monkeypatch.setattr("lipbound.experiments.speed.speed", lambda *_: called.append("work"))
+    monkeypatch.setattr("lipbound.robust.models.digits.network", lambda: called.append("work"))
+    monkeypatch.setattr("lipbound.paper.speed.speed", lambda *_: called.append("work"))
     arguments = [word.format(place) for word in COMMANDS[name]]
     code, _, err = run(monkeypatch, capsys, *arguments)
     assert (code, err.count("\n"), "cannot write" in err) == (2, 1, True), err

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_cli import run
+from cases import energy_maxima
+from helpers import run
 from torch import nn
 
 from lipbound import (
@@ -19,20 +20,18 @@ from lipbound import (
     brackets,
     constrain,
     convolution,
-    energy,
     estimate,
     exact,
     lipschitz,
-    memory,
-    rows,
+    row_energies,
+    runtime,
 )
 from lipbound.bounds import gram_iteration
-from lipbound.climb import Climb
-from lipbound.energy import energy_maxima
-from lipbound.experiments.hostile import ENTRIES, KERNELS, everything, layer_of, outcome
-from lipbound.network import audit_weights
-from lipbound.rows import add_row_gradient_, lags, row_peaks
+from lipbound.estimates import Climb
+from lipbound.network.audits import audit_weights
+from lipbound.row_energies import add_row_gradient_, lags, row_peaks
 from lipbound.symbols import taps
+from verify.hostile import ENTRIES, KERNELS, everything, layer_of, outcome
 
 REFUSED = {"the end of float32": {"constrain"}}  # the norm to divide by is beyond float32
 
@@ -184,7 +183,7 @@ def test_a_jacobian_that_overflows_is_no_lower_bound():
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
 def test_large_kernels_sum_lags_without_a_table(stride, monkeypatch):
-    monkeypatch.setattr(rows, "CHUNK", 8)
+    monkeypatch.setattr(row_energies, "CHUNK", 8)
     kind = replace(lags((5, 4), stride))  # a new one: the other keeps its table
     assert kind.on(torch.device("cpu"), torch.float64)[1] is None
     kernel = torch.randn(3, 2, 5, 4, dtype=torch.float64, requires_grad=True)
@@ -210,7 +209,7 @@ def crowded(function, most: int):
 
     def limited(tensor, *rest, **options):
         if len(tensor) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise torch.OutOfMemoryError("CUDA out of runtime. Tried to allocate 2.00 GiB.")
         return function(tensor, *rest, **options)
 
     return limited
@@ -224,7 +223,10 @@ def test_out_of_memory_is_answered_by_smaller_pieces(monkeypatch):
         found = bracket(kernel)
         assert found.upper == pytest.approx(wanted["spectral"], rel=1e-6)
         assert brackets({"k": kernel})["k"] == found
-    monkeypatch.setattr(energy, "_lag_sums", crowded(energy._lag_sums, 1))
+    energies = row_energies._energies
+    monkeypatch.setattr(
+        row_energies, "_energies", lambda rows, kind: crowded(lambda r: energies(r, kind), 1)(rows)
+    )
     assert float(bound(kernel, "lipbound")) == pytest.approx(wanted["lipbound"], rel=1e-6)
     iterate = gram_iteration._iterate
 
@@ -233,28 +235,28 @@ def test_out_of_memory_is_answered_by_smaller_pieces(monkeypatch):
 
     monkeypatch.setattr(gram_iteration, "_iterate", narrow)
     assert float(bound(kernel, "gram")) == pytest.approx(wanted["gram"], rel=1e-6)
-    assert memory.piece(1 << 20) == 1 << 20, "the next call begins as usual"
+    assert runtime.piece(1 << 20) == 1 << 20, "the next call begins as usual"
 
 
 def test_out_of_memory_for_good_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.linalg, "cholesky_ex", crowded(torch.linalg.cholesky_ex, 0))
     with pytest.raises(
-        MemoryError, match=r"smallest pieces too \(CUDA out of memory.*device='cpu'"
+        MemoryError, match=r"smallest pieces too \(CUDA out of runtime.*device='cpu'"
     ):
         bracket(K)
     code, _, err = run(monkeypatch, capsys, "audit", "demo")
     assert (code, err.count("\n"), "device='cpu'" in err) == (2, 1, True)
 
     def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise torch.OutOfMemoryError("CUDA out of runtime. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("lipbound.demo.network", full)
+    monkeypatch.setattr("lipbound.robust.models.digits.network", full)
     code, _, err = run(monkeypatch, capsys, "audit", "demo")
     assert (code, err.count("\n"), "--device cpu" in err) == (2, 1, True)
 
     def wrong(*_):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("lipbound.demo.network", wrong)
+    monkeypatch.setattr("lipbound.robust.models.digits.network", wrong)
     code, _, err = run(monkeypatch, capsys, "audit", "demo")  # a defect is not hidden
     assert (code, "RuntimeError: something else" in err) == (3, True)

@@ -14,22 +14,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cli import run
-from test_robust import write_cifar
-from test_train import blobs, chosen
+from helpers import blobs, chosen, run, write_cifar
 
 import lipbound
-from lipbound.experiments import packed
-from lipbound.network import audit_weights
-from lipbound.page import page
-from lipbound.report import audit_table, speed_table
-from lipbound.robust import checkpoints, streamed
-from lipbound.robust import data as datasets
-from lipbound.robust.folder import RunFolder
-from lipbound.robust.train import train
-from lipbound.robust.trained import load_trained
-from lipbound.sources import read_weights
-from lipbound.text import printable
+from lipbound.files import printable, read_weights
+from lipbound.network.audits import audit_weights
+from lipbound.report.page import page
+from lipbound.report.terminal import audit_table, speed_table
+from lipbound.robust.data import image_folder as streamed
+from lipbound.robust.data import packed
+from lipbound.robust.data import sets as datasets
+from lipbound.robust.training import checkpoints
+from lipbound.robust.training.loop import train
+from lipbound.robust.training.run_folder import RunFolder
+from lipbound.robust.training.trained import load_trained
 
 SOURCES = sorted(Path(lipbound.__file__).parent.rglob("*.py"))
 FORBIDDEN = {
@@ -85,7 +83,7 @@ def test_names_do_not_speak_to_the_terminal(monkeypatch, capsys, tmp_path):
     torch.save({EVIL: torch.full((1, 1, 3, 3), torch.nan)}, path)
     code, _, err = run(monkeypatch, capsys, "audit", str(path))
     assert (code, err.count("\n")) == (2, 1)
-    from lipbound.report import Screen
+    from lipbound.report.terminal import Screen
 
     screen = io.StringIO()
     found = audit_weights({EVIL: torch.ones(1, 1, 3, 3)})
@@ -272,12 +270,8 @@ def test_a_folder_name_does_not_leave_the_folder(tmp_path):
 
 
 def test_every_promise_on_the_page_has_its_test():
-    import importlib.util
+    from tools.pages import trust_chapters as chapters
 
-    root = Path(__file__).resolve().parents[1]
-    spec = importlib.util.spec_from_file_location("chapters", root / "docs" / "trust_chapters.py")
-    chapters = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapters)
     assert all(callable(globals().get(name)) for name in chapters.PROMISES.values())
     for chapter in chapters.CHAPTERS:
         assert chapter().startswith("## ")

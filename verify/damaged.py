@@ -22,16 +22,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-from lipbound.files import write
-from lipbound.records import provenance
 
 SLOW = 10.0  # seconds without a word
 
@@ -74,8 +71,8 @@ def safetensors(folder: Path) -> str:
 
 def training_run(folder: Path, name: str) -> str:
     from lipbound.robust.data import DATA
-    from lipbound.robust.settings import settings
-    from lipbound.robust.train import train
+    from lipbound.robust.training.loop import train
+    from lipbound.robust.training.settings import settings
 
     made = folder.parent / ".run"
     if not made.exists():  # once
@@ -146,7 +143,7 @@ def loads(name: str) -> Callable[[Path], None]:
     """Read a data set and two of its images."""
 
     def read(folder: Path) -> None:
-        from lipbound.given import data_set
+        from lipbound.robust.data import data_set
 
         data_set(name, folder).train.load(torch.arange(2))
 
@@ -228,7 +225,7 @@ def outcome(kind: Kind, folder: Path) -> tuple[str, str]:
 
 
 def _command(words: list[str], said: io.StringIO) -> tuple[str, str]:
-    from lipbound import cli
+    from lipbound.cli import main as cli
 
     before, sys.argv = sys.argv, ["lipbound", *words]
     try:
@@ -245,7 +242,7 @@ def _command(words: list[str], said: io.StringIO) -> tuple[str, str]:
     return ("refused" if code == 2 and len(lines) == 1 else f"exit code {code}"), text
 
 
-def hunt(name: str, count: int, seed: int) -> dict[str, Any]:
+def mutate(name: str, count: int, seed: int) -> dict[str, Any]:
     """Mutate one kind's file ``count`` times."""
     draw = random.Random(f"{name} {seed}")
     kind, outcomes, wrong, longest = KINDS[name], Counter[str](), [], 0.0
@@ -273,25 +270,16 @@ def hunt(name: str, count: int, seed: int) -> dict[str, Any]:
     return {"count": count, "outcomes": outcomes, "longest": round(longest, 2), "wrong": wrong}
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verify damaged", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=500, help="files of each kind")
-    parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind; repeat")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the record here")
-    chosen = parser.parse_args(given)
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", type=int, default=500, help="number of files of each kind")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind; repeatable")
+
+
+def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     os.environ["COLUMNS"] = "100"
     found = {}
     for name in chosen.kind or KINDS:
-        found[name] = hunt(name, chosen.count, chosen.seed)
+        found[name] = mutate(name, chosen.count, chosen.seed)
         print(name, {k: v for k, v in found[name].items() if k != "wrong"}, flush=True)
-        for one in found[name]["wrong"][:5]:
-            print("  WRONG", one, flush=True)
-    wrong = sum(len(one["wrong"]) for one in found.values())
-    print(f"{sum(one['count'] for one in found.values()):,} files, {wrong} wrong")
-    if chosen.out:
-        record = {"experiment": "damaged", "kinds": found, **provenance(seed=chosen.seed)}
-        write(chosen.out, (json.dumps(record, indent=1) + "\n").encode())
-    return 1 if wrong else 0
+    wrong = [f"{name}: {case}" for name, one in found.items() for case in one["wrong"]]
+    return {"kinds": found}, wrong

@@ -15,11 +15,9 @@ formula. Where a formula subtracts, the unit is that of what it subtracts from.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lipbound import audit
-from lipbound.files import write
-from lipbound.records import provenance
 
 APART = tuple(range(0, 41))
 AROUND = 200  # floats on either side of a breakpoint
@@ -186,19 +182,13 @@ def everything(names: Sequence[str] = tuple(CASES)) -> dict[str, dict[str, Any]]
     }
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verify neighbours", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="write the record here")
-    chosen = parser.parse_args(given)
+def options(parser: argparse.ArgumentParser) -> None:
+    """None besides those of every hunt."""
+
+
+def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     found = everything()
-    for name, one in found.items():
-        if one["violations"]:
-            print(f"VIOLATION {name}: {one}")
-    pairs, wrong = (sum(one[key] for one in found.values()) for key in ("pairs", "violations"))
-    print(f"{len(found)} operations and precisions, {pairs:,} pairs, {wrong} violations")
-    if chosen.out:
-        record = {"experiment": "neighbours", "operations": found, **provenance()}
-        write(chosen.out, (json.dumps(record, indent=1) + "\n").encode())
-    return 1 if wrong else 0
+    pairs = sum(one["pairs"] for one in found.values())
+    print(f"{len(found)} operations and precisions, {pairs:,} pairs")
+    wrong = [f"{name}: {one}" for name, one in found.items() if one["violations"]]
+    return {"operations": found}, wrong

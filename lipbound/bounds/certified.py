@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.bounds.cells import Cover
-from lipbound.bounds.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.finite import attained, embedding, grid_maximum
 from lipbound.bounds.rounding import UNIT, Scaled, double, gamma
-from lipbound.bounds.search import Search
+from lipbound.bounds.supremum.cells import Cover
+from lipbound.bounds.supremum.field import LAG_BYTES, Field, lag_bytes
+from lipbound.bounds.supremum.search import Search
 from lipbound.geometry import Convolution, Layer, convolution, named, own_forward
-from lipbound.memory import in_pieces, piece
-from lipbound.progress import OutOfTime, Progress, check_time, silent
+from lipbound.runtime import OutOfTime, Progress, check_time, in_pieces, piece, silent
 from lipbound.symbols import evaluate, taps
 
 TOGETHER = 1024  # layers of one shape: beyond that nothing is gained, and nothing is seen
@@ -184,11 +183,11 @@ def bracket(
     r"""Certified bounds on both sides of :math:`\sup_\omega \sigma_1(F(\omega))`.
 
     For zero padding this supremum is the limit of the layer's σ1 as the input grows, and at least
-    σ1 for every size. See :mod:`lipbound.bounds.search` for the proof.
+    σ1 for every size. See :mod:`lipbound.bounds.supremum.search` for the proof.
 
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
-        rtol: Wanted upper/lower − 1.
+        rtol: Target relative width, upper/lower − 1.
         device: Where to compute; the weights' device by default.
         geometry: Options of a bare kernel; ``input_shape`` to bracket the layer's own σ1 at that
             size instead, see :mod:`lipbound.bounds.finite`.
@@ -221,9 +220,9 @@ def brackets(
 
     Args:
         model: A module, or layers by name.
-        rtol: Wanted upper/lower − 1.
+        rtol: Target relative width, upper/lower − 1.
         device: Where to compute; the weights' device by default.
-        progress: Shows how far it is, see :mod:`lipbound.progress`.
+        progress: Shows how far it is, see :class:`lipbound.runtime.Progress`.
 
     Example:
         >>> list(brackets(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))))
@@ -299,7 +298,7 @@ def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
 
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
-        rtol: Wanted excess.
+        rtol: Target relative excess over the supremum.
         geometry: Options of a bare kernel; ``input_shape``.
 
     Returns:
@@ -319,10 +318,10 @@ def _spectral(layer: Layer, rtol: float, geometry: Mapping[str, object]) -> Tens
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
     scaled = Scaled(conv)
     problem = _problems({"": conv})[""]
-    found = _search([problem], rtol, polish=scaled.taps.requires_grad)[0]
+    found = _search([problem], rtol, polish=scaled.kernel.requires_grad)[0]
     upper = _finish(problem, found, rtol).upper / scaled.gain
-    upper = upper / float(scaled.scales[0]) / float(scaled.scales[1]) * (1 + 8 * UNIT)
-    coefficients = _wide(scaled.taps)[found.group]
+    upper = upper / float(scaled.scale) * (1 + 8 * UNIT)
+    coefficients = _wide(scaled.taps())[found.group]
     frequency = torch.tensor(found.frequency, dtype=torch.float64)
     left = torch.from_numpy(found.left).to(coefficients.device)
     value = _attained(coefficients, frequency, left)

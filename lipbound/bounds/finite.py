@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipbound.bounds.cells import Cells, random_vectors
-from lipbound.bounds.field import Field, Integers
 from lipbound.bounds.rounding import UNIT, gamma
-from lipbound.bounds.search import Search
+from lipbound.bounds.supremum.cells import Cells, random_vectors
+from lipbound.bounds.supremum.field import Field, Integers
+from lipbound.bounds.supremum.search import Search
 from lipbound.geometry import Convolution
 from lipbound.toeplitz import apply, leading, operator
 

@@ -16,7 +16,7 @@ from lipbound.bounds.rounding import (
     symbol_error,
 )
 from lipbound.geometry import Layer, convolution
-from lipbound.memory import piece
+from lipbound.runtime import piece
 from lipbound.symbols import evaluate, grid, radians, samples_per_axis
 from lipbound.symbols import widening as widening_factor
 
@@ -53,16 +53,17 @@ def gram(
     if not isinstance(iterations, int) or iterations < 1:
         raise ValueError(f"iterations={iterations!r} must be a positive integer")
     scaled = Scaled(convolution(layer, **geometry))  # type: ignore[arg-type]
-    counts = samples_per_axis(scaled.taps, samples)
+    taps = scaled.taps()
+    counts = samples_per_axis(taps.shape[3:], samples)
     frequencies = radians(grid(counts, half=True), counts)
     with torch.no_grad():
-        group, point, largest = _maximizer(scaled.taps, frequencies, iterations)
+        group, point, largest = _maximizer(taps, frequencies, iterations)
     # The maximum's gradient is the maximizer's, so only that one needs a graph.
-    winner = scaled.taps[group : group + 1]
+    winner = taps[group : group + 1]
     value = _iterate(evaluate(winner, frequencies[point : point + 1]), iterations).reshape(())
     value = value * (largest / value.detach())
 
-    _, rows, columns, *sizes = scaled.taps.shape
+    _, rows, columns, *sizes = taps.shape
     # σ1(F) ≤ σ1(F̂) + ε‖Σ|K|‖_F, and ‖Σ|K|‖_F ≤ √T‖K‖_F ≤ √T sup‖F‖_F ≤ √(T·n) sup σ1.
     loss = symbol_error(sizes) * math.sqrt(math.prod(sizes) * min(rows, columns))
     factor = widening_factor(counts, sizes, widening)

@@ -33,7 +33,7 @@ def fantastic_four(layer: Layer, **geometry: object) -> Tensor:
         tensor(9.0000)
     """
     scaled = Scaled(convolution(layer, **geometry))  # type: ignore[arg-type]
-    taps = scaled.taps
+    taps = scaled.taps()
     groups, rows, _, *sizes = taps.shape
     axes = range(3, taps.ndim)
     norms = []

@@ -1,7 +1,7 @@
 r"""What floating point can do to a bound, and how it is paid for.
 
 Every bound is computed in float64 (the spectral search proves cells with room to spare in float32,
-see :mod:`lipbound.bounds.single`), whatever the weights' precision (they convert exactly), on a
+see :mod:`.supremum.single`), whatever the weights' precision (they convert exactly), on a
 kernel divided by a power of two near its largest entry, and is then enlarged by an a-priori bound
 of its rounding error. Notation: :math:`u = 2^{-53}`, :math:`\gamma_k = ku/(1 - ku)`. A float64
 inner product of length k, in any order, with or without fused multiply-adds, errs by at most
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from lipbound.bounds.lapack import factor
 from lipbound.geometry import Convolution
+from lipbound.runtime import in_threads, wide
 from lipbound.symbols import taps
-from lipbound.threads import side_by_side
 
 UNIT = 2.0**-53
 LAPACK_FROM = 24  # rows
@@ -72,7 +73,7 @@ def positive(matrices: Tensor) -> NDArray[np.bool_]:
     def work(part: slice) -> None:
         found[part] = factor(stack[part])
 
-    side_by_side(work, len(stack), None if matrices.shape[-1] >= 48 else 1)
+    in_threads(work, len(stack), None if matrices.shape[-1] >= 48 else 1)
     return found
 
 
@@ -82,33 +83,55 @@ def shorter_side_first(matrices: Tensor) -> Tensor:
 
 
 class Scaled:
-    """A layer's taps in float64, divided by a power of two; :meth:`finish` undoes it, upwards.
+    """A layer's kernel at a scale where squares neither overflow nor underflow in float64.
 
-    A zero kernel is replaced by one that is not, and its bound multiplied by zero: bound and
-    gradient are then exactly zero and no method has to think of it.
+    A float64 kernel is divided by a power of two near its largest entry, and :meth:`finish`
+    undoes it, upwards. Kernels of less precision have room as they are: no square of theirs is
+    below 1e-90 or above 1e77.
+
+    Args:
+        conv: The layer.
+
+    Attributes:
+        kernel: The scaled kernel, in its own precision.
+        zero: Whether all of it is zero, once :meth:`taps` was called; a tensor, so that nothing is
+            read back from a device.
     """
 
     def __init__(self, conv: Convolution):
-        coefficients = double(taps(conv))
-        with torch.no_grad():
-            largest = coefficients.abs().amax()
-            self.zero = largest == 0
-            exponent = torch.where(self.zero, 1.0, largest).log2().floor()
-            # Halved exponents: 2^-e overflows for the smallest subnormals.
-            half = (exponent / 2).floor()
-            self.scales = (half.exp2(), (exponent - half).exp2())
-        coefficients = coefficients + self.zero.to(coefficients.dtype)
-        self.taps = coefficients / self.scales[0] / self.scales[1]  # (groups, rows, columns, *m)
+        check_subnormals(conv.kernel)
+        self.conv, self.kernel = conv, conv.kernel
+        self.dtype = wide(conv.kernel.dtype)
+        self.device = conv.kernel.device
         self.gain = conv.padding_gain()
-        kernel = conv.kernel
-        self.dtype = torch.promote_types(kernel.dtype, torch.float32)
-        self.device = kernel.device
+        self.scale: float | Tensor = 1.0
+        self.zero: Tensor | None = None
+        if conv.kernel.dtype == torch.float64:
+            largest = self._largest()
+            # 2^-e is exact, and finite up to e = −1022; smaller kernels end near 2^-52, not 1.
+            exponent = torch.where(largest > 0, largest, 1.0).log2().floor().clamp(-1022, 1022)
+            self.scale = exponent.exp2()
+            self.kernel = conv.kernel / self.scale
+
+    def _largest(self) -> Tensor:
+        least, most = torch.aminmax(self.kernel.detach())
+        return torch.maximum(-least, most)
+
+    def taps(self) -> Tensor:
+        """The taps of the symbol in float64, ``(groups, rows, columns, *m)``.
+
+        A zero kernel is replaced by ones, and :meth:`finish` multiplies its bound by zero: bound
+        and gradient are then exactly zero, and no method has to think of it.
+        """
+        self.zero = self._largest() == 0
+        coefficients = taps(replace(self.conv, kernel=double(self.kernel)))
+        return coefficients + self.zero.to(coefficients)
 
     def finish(self, value: Tensor, relative: float) -> Tensor:
         """Enlarge by the relative error (and the last few roundings), rescale, round up."""
         value = value * (self.gain * (1 + relative + 16 * UNIT))
-        value = value * self.scales[0] * self.scales[1]
-        value = torch.where(self.zero, value * 0, value)
+        value = value * self.scale
+        value = value if self.zero is None else torch.where(self.zero, value * 0, value)
         return round_up(value, self.dtype).to(self.device)
 
 
@@ -120,12 +143,21 @@ def double(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type == "mps":
         tensor = tensor.cpu()
+    check_subnormals(tensor)
+    return tensor.to(torch.float64)
+
+
+def check_subnormals(tensor: Tensor) -> None:
+    """Refuse subnormal entries where the processor would take them for zeros.
+
+    Raises:
+        ValueError: Saying how to switch that off.
+    """
     if sys.float_info.min / 2 == 0 and bool(_subnormal(tensor.detach()).any()):
         raise ValueError(
             "the kernel has subnormal entries, which this process flushes to zero; call "
             "torch.set_flush_denormal(False) first"
         )
-    return tensor.to(torch.float64)
 
 
 def _subnormal(tensor: Tensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""Audit whole networks and record what came out.
+
+    python -m benchmarks.audits resnet20=WEIGHTS.safetensors --effort high --out FILE
+    python -m benchmarks.audits --zoo --device cuda --out FILE
+
+``MODEL=WEIGHTS`` is a trained network, ``MODEL`` alone one with the weights it starts with; the
+zoo is 30 networks of torchvision and timm. What was done before (same name, same effort) is not
+done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipbound import audit
+from lipbound.cli.models import fill, own_model
+from lipbound.files import append, provenance, read, read_weights
+from lipbound.network.audits import Audit
+
+TORCHVISION = (
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
+    "inception_v3", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf",
+    "regnet_y_400mf", "resnet18", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5",
+    "squeezenet1_1", "swin_t", "vgg11", "vgg16_bn", "vit_b_16", "wide_resnet50_2",
+)  # fmt: skip
+TIMM = (
+    "cspresnet50", "darknet53", "dla34", "dpn68", "ecaresnet26t", "ese_vovnet19b_dw",
+    "ghostnet_100", "hardcorenas_a",
+)  # fmt: skip
+ZOO = (*(f"torchvision:{n}" for n in TORCHVISION), *(f"timm:{n}" for n in TIMM))
+
+
+def load(source: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """``MODEL`` or ``MODEL=WEIGHTS``, and the shape of its input."""
+    name, _, weights = source.partition("=")
+    model = own_model(name)
+    if model is None:
+        raise ValueError(f"{name!r} is no model this package knows")
+    if weights:
+        fill(model, read_weights(Path(weights)))
+    if ":" not in name:
+        return model, (3, 32, 32)
+    size = getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))
+    return model, (3, 299, 299) if "inception" in name else tuple(size)
+
+
+def run(source: str, effort: str, device: str) -> dict[str, Any]:
+    """One network's record."""
+    torch.manual_seed(0)
+    model, shape = load(source)
+    model = model.to(device)
+    start = time.perf_counter()
+    found = audit(model, shape, effort=effort)
+    seconds = time.perf_counter() - start
+    name, _, weights = source.partition("=")
+    return {
+        "experiment": "audits",
+        "network": name,
+        "weights": Path(weights).name if weights else "as initialised, seed 0",
+        "effort": effort,
+        "input_shape": shape,
+        "log10_upper": _log10(found.upper),
+        "log10_lower": _log10(found.lower),
+        "log10_product": _log10(found.product),
+        "log10_paper": _log10(paper(found)),
+        "layers": len(found.layers),
+        "steps": len(found.steps),
+        "reason": found.reason,
+        "note": found.note,
+        "bounded_part": found.bounded_part.module if found.reason and found.bounded_part else "",
+        "seconds": round(seconds, 1),
+        **provenance(device),
+    }
+
+
+def paper(found: Audit) -> float:
+    """The paper's product: LipBound of every convolution, times what the other layers have."""
+    return math.prod(row.lipbound or row.bracket.upper for row in found.layers)
+
+
+def _log10(number: float) -> float | None:
+    return round(math.log10(number), 4) if 0 < number < math.inf else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("sources", nargs="*", metavar="MODEL[=WEIGHTS]")
+    parser.add_argument("--zoo", action="store_true", help="30 networks of torchvision and timm")
+    parser.add_argument("--effort", default="normal", choices=("normal", "high"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    chosen = parser.parse_args()
+    done = {(r["network"], r["effort"]) for r in read(chosen.out)}
+    for source in [*chosen.sources, *(ZOO if chosen.zoo else ())]:
+        if (source.partition("=")[0], chosen.effort) in done:
+            continue
+        record = run(source, chosen.effort, chosen.device)
+        append(chosen.out, record)
+        said = record["reason"] or f"10^{record['log10_upper']}"
+        print(f"{source:45} {record['seconds']:7.1f} s  {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

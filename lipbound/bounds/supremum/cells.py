@@ -1,0 +1,166 @@
+"""Cells that cover the torus of frequencies, and how they are divided.
+
+Diamonds |δ_1|/h_1 + |δ_2|/h_2 ≤ 1 on the first two axes, times an interval |δ_3| ≤ h_3 on a third:
+a cell reaches the angle max(d_1 h_1, d_2 h_2) + d_3 h_3 from its centre. Diamonds tile the plane
+as squares do, and have twice the area of the squares that reach the same angle. Turned by 45° they
+are squares: k·k of them of 1/k the size fill one, for every k.
+
+All of it lives on the host, in numpy: a few numbers a cell, for which a GPU would spend its time
+on launches. Centres are sums of floats; a cell is what lies around the float, and reaches further
+by more than such a sum can be off.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lipbound.bounds.rounding import UNIT
+from lipbound.bounds.supremum.field import Field, Floats, Integers, indices
+
+SMALLEST = 2.0**-28  # of the first cells' size: below it, division is pointless
+SLACK = 1e-13  # angle by degree that centres may be off: the rounding of 30 additions below 2π
+
+
+@dataclass
+class Cells:
+    """Frequencies to be proved: ``block`` of the field, centre, and the angle the cell reaches."""
+
+    block: Integers  # (P,), ascending
+    frequency: Floats  # (P, D)
+    angle: Floats  # (P,)
+    left: Tensor  # (P, n): near the top left singular vectors, from the parent cell
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+    def __getitem__(self, chosen: NDArray[np.bool_]) -> Self:
+        if chosen.all():
+            return self
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        picked = {name: value[chosen] for name, value in values.items() if name != "left"}
+        return replace(self, left=pick(self.left, chosen.nonzero()[0]), **picked)
+
+    def joined(self, other: Self, order: Integers) -> Self:
+        """Both, in the given order of the one after the other."""
+        both: dict[str, Any] = {}
+        for field in fields(self):
+            mine, others = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, Tensor):
+                both[field.name] = pick(torch.cat([mine, others]), order)
+            else:
+                both[field.name] = np.concatenate([mine, others])[order]
+        return replace(self, **both)
+
+
+@dataclass
+class Diamonds(Cells):
+    """Cells of a :class:`Cover`."""
+
+    scale: Floats  # (P,): of the first cells' size
+    own: NDArray[np.bool_]  # (P,): whether −c is c, so that half the cell is enough
+
+
+def pick(rows: Tensor, chosen: Integers) -> Tensor:
+    """Rows of a tensor on its device, by a host's indices."""
+    return rows[torch.from_numpy(chosen).to(rows.device)]
+
+
+class Cover:
+    """Diamonds for one field's symbols, from the coarsest: an angle of π/4 for a pair of axes."""
+
+    def __init__(self, field: Field):
+        self.field = field
+        self.spread = [m - 1 for m in field.sizes]
+        self.active = [axis for axis, w in enumerate(self.spread) if w]
+        self.samples = [4 * w if w else 1 for w in self.spread]
+        self.half = np.array([2 * math.pi / s if s > 1 else 0.0 for s in self.samples])
+        self.angle = (math.pi / 4) * (min(1, len(self.active)) + len(self.active[2:]))
+        self.moves: dict[int, Floats] = {}
+
+    def start(self) -> Diamonds:
+        """The first cells, one of each pair ±c."""
+        index = indices(self.samples)
+        for axes in (self.active[:2], *[[axis] for axis in self.active[2:]]):
+            if axes:
+                index = index[index[:, axes].sum(1) % 2 == 0]
+        sizes = np.array(self.samples, dtype=np.int64)
+        mirrored = -index % sizes
+        weights = np.array([math.prod(self.samples[a + 1 :]) for a in range(len(sizes))], dtype=int)
+        kept = (index @ weights) <= (mirrored @ weights)
+        own = (index == mirrored).all(1)[kept]
+        centred = np.where(2 * index > sizes, index - sizes, index)[kept]  # |ω| ≤ π
+        count = self.field.blocks
+        return Diamonds(
+            np.arange(count).repeat(len(centred)),
+            np.tile(centred * (2 * math.pi / sizes), (count, 1)),
+            self._angles(np.ones(count * len(centred))),
+            random_vectors(count * len(centred), self.field),
+            np.ones(count * len(centred)),
+            np.tile(own, count),
+        )
+
+    def divide(self, cells: Diamonds, parts: Integers) -> Diamonds | None:
+        """Each cell into ``parts``^D of 1/parts the size; None where that is pointless."""
+        if not self.active or cells.scale.min() < SMALLEST:
+            return None
+        if parts.min() < 1:
+            raise ValueError(f"a cell in {parts.min()} parts would be lost; give at least 1")
+        parent, offset, scale, own = [], [], [], []
+        for count in np.unique(parts).tolist():
+            chosen = (parts == count).nonzero()[0]
+            moves = self._moves(count)
+            still = (moves == 0).all(1)
+            kept = _first_half(moves) | ~cells.own[chosen, None]  # (cells, moves)
+            at, move = kept.nonzero()
+            parent.append(chosen[at])
+            scale.append(cells.scale[chosen[at]] / count)
+            offset.append(cells.scale[chosen[at], None] * (moves[move] * self.half))
+            own.append(cells.own[chosen[at]] & still[move])
+        order = np.concatenate(parent).argsort(kind="stable")
+        parents = np.concatenate(parent)[order]
+        size = np.concatenate(scale)[order]
+        return Diamonds(
+            cells.block[parents],
+            cells.frequency[parents] + np.concatenate(offset)[order],
+            self._angles(size),
+            pick(cells.left, parents),
+            size,
+            np.concatenate(own)[order],
+        )
+
+    def _moves(self, count: int) -> Floats:
+        """Centres of the parts of a cell, in units of its half-widths: ``(count^D, D)``."""
+        if count not in self.moves:
+            steps = (2 * np.arange(count) + 1 - count) / count
+            axes = [steps] * len(self.active)
+            moves = np.zeros((count ** len(axes), len(self.spread)))
+            turned = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
+            if len(axes) > 1:
+                one, two = turned[:, 0].copy(), turned[:, 1].copy()
+                turned[:, 0], turned[:, 1] = (one + two) / 2, (one - two) / 2
+            moves[:, self.active] = turned
+            self.moves[count] = moves
+        return self.moves[count]
+
+    def _angles(self, scale: Floats) -> Floats:
+        return (self.angle * scale + SLACK * sum(self.spread)) * (1 + 8 * UNIT)
+
+
+def random_vectors(count: int, field: Field) -> Tensor:
+    """Seeded unit vectors to start the eigenvalue iteration from: ``(count, n)``."""
+    start = np.random.default_rng(0).standard_normal((count, field.rows))
+    start /= np.linalg.norm(start, axis=1, keepdims=True)
+    return field.send(start.astype(np.complex128))
+
+
+def _first_half(moves: Floats) -> NDArray[np.bool_]:
+    """One of each pair ±move, and 0: ``(P,)``."""
+    first = (moves != 0).argmax(1)
+    return moves[np.arange(len(moves)), first] >= 0

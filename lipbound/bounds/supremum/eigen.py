@@ -1,0 +1,127 @@
+"""Top eigenpairs of many matrices at once, and places to look: no proof relies on either."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lipbound.runtime import check_time
+
+SMALL = 16  # matrices solved outright
+
+
+def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Lanczos from ``start`` with full reorthogonalization: Ritz values and vectors, batched.
+
+    Values never exceed λ1 but for rounding. Small matrices are solved outright.
+
+    Args:
+        matrices: ``(P, n, n)`` Hermitian.
+        start: ``(P, n)``.
+        steps: Size of the Krylov space.
+    """
+    size = matrices.shape[-1]
+    if size == 1:
+        return matrices[:, 0, 0].real, torch.ones_like(start)
+    if size <= max(SMALL, steps):
+        values, vectors = torch.linalg.eigh(matrices)
+        return values[:, -1], vectors[..., -1]
+    basis = torch.zeros(*start.shape, steps, dtype=start.dtype, device=start.device)
+    images = torch.empty_like(basis)  # (P, n, steps)
+    vector = start
+    scale = torch.ones(())
+    for step in range(steps):
+        if step:
+            known = basis[..., :step]
+            for _ in range(1 if steps <= 8 else 2):
+                vector = vector - (known @ (known.mH @ vector[..., None]))[..., 0]
+        norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+        scale = norm if step < 2 else scale
+        # What is left of an exhausted space is rounding: a zero column adds nothing.
+        basis[..., step] = torch.where(norm > 1e-10 * scale, vector / norm.clamp_min(1e-300), 0)
+        vector = (matrices @ basis[..., step : step + 1])[..., 0]
+        images[..., step] = vector
+    small = basis.mH @ images
+    values, vectors = torch.linalg.eigh((small + small.mH) / 2)
+    return values[:, -1], (basis @ vectors[..., -1:])[..., 0]
+
+
+def bottom_eigenpairs(
+    gaps: Tensor, start: Tensor, steps: int
+) -> tuple[NDArray[np.float64], Tensor]:
+    """The least eigenvalues of matrices that lie near [0, 1], in few and large operations.
+
+    The Krylov space is spanned by Chebyshev polynomials of I − 2·gap, one product each: a basis
+    not orthogonal, but good enough for a search. The small eigenvalue problems are solved on the
+    host.
+
+    Args:
+        gaps: ``(P, n, n)`` Hermitian; overwritten.
+        start: ``(P, n)`` unit vectors.
+        steps: Size of the Krylov space.
+
+    Returns:
+        Ritz values, which never fall below the eigenvalue but for rounding, and unit vectors.
+    """
+    if gaps.shape[-1] <= max(SMALL, steps):
+        values, vectors = torch.linalg.eigh(gaps)
+        return values[:, 0].cpu().numpy(), vectors[..., 0]
+    turned = gaps.mul_(-2)
+    turned.diagonal(dim1=-2, dim2=-1).add_(1)
+    columns = [start[..., None], turned @ start[..., None]]
+    while len(columns) < steps:
+        columns.append(torch.baddbmm(columns[-2], turned, columns[-1], beta=-1, alpha=2))
+    basis = torch.cat(columns, -1)  # (P, n, steps)
+    both = basis.mH @ torch.cat([basis, turned @ basis], -1)
+    small = both.cpu().numpy()
+    fine = np.isfinite(small).all((1, 2))
+    overlap, action = np.split(np.where(fine[:, None, None], small, 0), 2, axis=-1)
+    values, chosen = greatest(overlap, action)
+    vectors = (basis @ torch.from_numpy(chosen).to(gaps.device)[..., None])[..., 0]
+    if not fine.all():  # far from [0, 1]: the polynomials overflow, where Lanczos' vectors do not
+        others = torch.from_numpy((~fine).nonzero()[0]).to(gaps.device)
+        top, vectors[others] = top_eigenpairs(turned[others], start[others], steps)
+        values[~fine] = top.cpu().numpy()
+    return (1 - values) / 2, vectors
+
+
+def greatest(
+    overlap: NDArray[np.complex128], action: NDArray[np.complex128], rounding: float = 1e-11
+) -> tuple[NDArray[np.float64], NDArray[np.complex128]]:
+    """The greatest x with action·c = x·overlap·c, and c, where the overlap may be singular."""
+    size = np.sqrt(np.maximum(np.diagonal(overlap, axis1=1, axis2=2).real, 1e-300))  # (P, k)
+    scales = size[:, :, None] * size[:, None]
+    weights, directions = np.linalg.eigh(overlap / scales)
+    kept = weights > rounding * weights[:, -1:]
+    directions = directions * np.where(kept, weights, np.inf)[:, None] ** -0.5
+    small = directions.conj().swapaxes(1, 2) @ (action / scales) @ directions
+    small = (small + small.conj().swapaxes(1, 2)) / 2
+    lost = np.where(kept, 0.0, -1e6)
+    small[:, np.arange(size.shape[1]), np.arange(size.shape[1])] += lost
+    values, vectors = np.linalg.eigh(small)
+    chosen = (directions @ vectors[..., -1:])[..., 0]
+    return values[:, -1], chosen / size
+
+
+def uphill(
+    coefficients: NDArray[np.complex128],
+    positions: NDArray[np.float64],
+    frequency: NDArray[np.float64],
+    reach: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices."""
+    dims = positions.shape[1]
+    lattice = np.stack(np.meshgrid(*[np.arange(-2, 3) / 2] * dims), -1).reshape(-1, dims)
+    for _ in range(8):
+        check_time()
+        tried = frequency[:, None] + reach[:, None, None] * lattice  # (Q, 5^D, D)
+        angles = tried @ positions.T
+        even = coefficients.real[:, None] * np.cos(angles)
+        best = (even - coefficients.imag[:, None] * np.sin(angles)).sum(-1).argmax(1)
+        frequency = tried[np.arange(len(tried)), best]
+        reach = reach * 0.55
+    return np.remainder(frequency + math.pi, 2 * math.pi) - math.pi

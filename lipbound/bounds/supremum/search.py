@@ -1,0 +1,301 @@
+r"""Branch and prune: the supremum of σ1(F) over all frequencies, bracketed and proved.
+
+**The lemma.** Let M = sup σ1(F), attained at ω*, with unit u, v such that u*F(ω*)v = M. After
+centring the taps (a unit phase, which changes no singular value, and which half-integer degrees
+d_j = (m_j − 1)/2 allow on the double torus), T(ω) = Re u*F(ω)v is a real trigonometric polynomial
+of degree at most d_j in ω_j, \|T\| ≤ M and T(ω*) = M. Along the line ω* + sδ it is a real function
+of exponential type Σ d_j\|δ_j\| bounded by M with a maximum M at s = 0, so by M. Riesz's lemma
+(Hörmander's form, for entire functions of exponential type)
+
+.. math:: \sigma_1(F(\omega^* + \delta)) \geq T(\omega^* + \delta)
+          \geq M \cos\Big(\sum_j d_j |\delta_j|\Big) \quad\text{while the angle is at most } \pi.
+
+**The proof it gives.** Cover the torus by cells, cell c reaching an angle θ_c < π/2 from its
+centre. If σ1(F(c)) < τ cos θ_c for every cell, then M < τ: otherwise the cell that holds ω* would
+have σ1(F(c)) ≥ M cos θ_c ≥ τ cos θ_c. Cells that fail are divided and tried again; a failing
+centre may also raise the lower end, and τ with it, which takes nothing from the cells already
+done; cells that had failed are then tried again first. The test is a Cholesky factorization, in
+single precision where there is room (:mod:`.single`), so what was estimated on the
+way decides the speed only: where to climb, and into how many parts to divide.
+
+F(−ω) is the conjugate of F(ω), so one of each pair of cells ±c is enough. For their shape see
+:mod:`lipbound.bounds.supremum.cells`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lipbound.bounds.rounding import UNIT, cholesky_error, positive
+from lipbound.bounds.supremum import triangles
+from lipbound.bounds.supremum.cells import Cells, pick
+from lipbound.bounds.supremum.eigen import bottom_eigenpairs
+from lipbound.bounds.supremum.field import Field, Floats, Integers
+from lipbound.bounds.supremum.peak import MANY, Peak
+from lipbound.bounds.supremum.single import UNDECIDED, YES, Single
+from lipbound.bounds.supremum.triangles import Triangles
+from lipbound.runtime import one_blas_thread
+
+FIRST, LOOK = 16, 8  # Krylov spaces: from random vectors, at cells that fail
+RETRIES = 8
+TURNS = 1 << 22  # matrix entries from which cells are proved in two turns
+WIDE = 256  # rows from which a cell that fails costs more than several smaller ones
+
+
+class Search:
+    """One run over a stack of symbols. ``owner[b]`` is the layer that block b belongs to.
+
+    Matrices and vectors stay on the field's device; what is decided about them, a few numbers a
+    cell, is decided on the host.
+
+    Args:
+        field: The symbols.
+        owner: ``(blocks,)``, ascending.
+        layers: How many layers.
+        rtol: Wanted upper/lower − 1.
+        limit: Cells at once beyond which the interval is left wider.
+        cap: An upper bound on the supremum, when the cells are only to cover a grid's points.
+    """
+
+    def __init__(
+        self,
+        field: Field,
+        owner: Integers,
+        layers: int,
+        rtol: float,
+        limit: int,
+        cap: float | None = None,
+    ):
+        self.field, self.owner, self.layers = field, owner, layers
+        self.limit, self.cap, self.rtol = limit, cap, rtol
+        self.peak = Peak(field, owner, layers, rtol, moves=cap is None)
+        self.target = np.zeros(layers)
+        self.single = Single(field)
+        self.triangular = triangles.suits(field)
+        self.error = self._largest(field.error)  # (layers,)
+        self.factor = cholesky_error(field.rows) + 8 * UNIT
+
+    @cached_property
+    def triangles(self) -> Triangles:
+        return Triangles(self.field, np.float64)
+
+    @one_blas_thread()
+    def run(self, cells: Cells, divide: Callable[[Any, Integers], Cells | None]) -> Floats:
+        """Prove all cells, dividing those that fail; returns the upper end per layer."""
+        first = self._look(cells)
+        self.peak.raise_from(cells, first)
+        failed, value = self._prove(cells, first)
+        if self.cap is None:
+            failed, value = self._without_flat(cells, failed, value)
+        retries = 0
+        while len(failed):
+            failed, value = self._raise_and_retry(failed, value, retries)
+            if not len(failed):
+                break
+            children = divide(failed, self._parts(failed, value))
+            if children is None and retries < RETRIES:
+                children, retries = failed, retries + 1  # points: only a better lower end helps
+            if children is None or len(children) > self.limit:
+                return self._give_up(failed)
+            failed, value = self._prove_in_turns(children)
+        return self._target()
+
+    def _prove_in_turns(self, cells: Cells) -> tuple[Cells, Floats]:
+        """As :meth:`_prove`, a few cells first where all are much work.
+
+        What they raise the lower end by, the others need not be tried for again.
+        """
+        if not self.triangular or len(cells) * self.field.rows**2 < TURNS:
+            return self._prove(cells)
+        first = np.arange(len(cells)) % 4 == 0
+        failed, value = self._prove(cells[first])
+        if len(failed):
+            failed, value = self._raise_and_retry(failed, value)
+        others, more = self._prove(cells[~first])
+        order = np.concatenate([failed.block, others.block]).argsort(kind="stable")
+        return failed.joined(others, order), np.concatenate([value, more])[order]
+
+    def _raise_and_retry(
+        self, failed: Cells, value: Floats, retries: int = 0
+    ) -> tuple[Cells, Floats]:
+        """Climb from the best cell; a higher target may let some others pass."""
+        before = self._target()
+        self.peak.raise_from(failed, value, retries)
+        if (self._target() > before * (1 + self.rtol / 4)).any():
+            return self._prove(failed, value)
+        return failed, value
+
+    def _without_flat(self, cells: Cells, failed: Cells, value: Floats) -> tuple[Cells, Floats]:
+        """Flat layers, of which no cell has passed, need no cells, whoever shares the batch."""
+        whole, lost = (np.bincount(self.owner[c.block], minlength=self.layers)
+                       for c in (cells, failed))  # fmt: skip
+        if not (whole == lost).any():
+            return failed, value
+        curved = self.field.flat_bound() > self._target()[self.owner]
+        kept = (self._largest(curved.astype(float)) > 0)[self.owner[failed.block]]
+        return failed[kept], value[kept]
+
+    def _parts(self, cells: Cells, value: Floats) -> Integers:
+        """Into how many parts to divide: as many as would do if σ1 were the centre's all over.
+
+        Somewhat smaller, since it is not; found by trial on random symbols.
+        """
+        target = np.maximum(self._target(), 1e-300)[self.owner[cells.block]]
+        ratio = np.sqrt(np.maximum(value, 0)) / target
+        enough = np.arccos(np.minimum(ratio, 1 - self.rtol / 2))
+        axes = sum(m > 1 for m in self.field.sizes)
+        most, share = (8, 0.7) if self.field.rows >= WIDE and self.triangular else (6, 0.9)
+        most = most if axes < 3 else 3
+        parts = np.nan_to_num(np.ceil(cells.angle / (share * enough)), nan=most)
+        parts = np.clip(parts, 2, most).astype(np.int64)
+        return parts if (parts**axes).sum() <= self.limit else np.full_like(parts, 2)
+
+    def _target(self) -> Floats:
+        """τ per layer, never lowered: what was proved for one τ holds for all above it.
+
+        It stays as far from the lower end as rounding requires for a proof.
+        """
+        worst = self.error / np.maximum(self.peak.lower**2, 1e-300)
+        floor = np.minimum(4 * (worst + self.field.rows * self.factor + 8 * UNIT), 1.0)
+        wanted = self.peak.lower * (1 + np.maximum(floor, 0.98 * self.rtol))
+        self.target = np.maximum(self.target, wanted)
+        return self.target
+
+    def _limit(self, cells: Cells, target: Floats) -> Floats:
+        """What λ1(FF*) has to stay below at the centres, so that the cells hold nothing above τ."""
+        target = target[self.owner[cells.block]]
+        if self.cap is None:
+            wanted = target * np.cos(cells.angle) * (1 - 8 * UNIT)
+        else:
+            # arccos loses half its digits near 1, hence the slack.
+            angle = np.arccos(np.minimum(target / self.cap, 1.0)) + cells.angle + 1e-7
+            wanted = self.cap * (np.cos(np.minimum(angle, math.pi / 2)) - 8 * UNIT)
+            wanted = np.where(cells.angle > 0, wanted, target)
+        return (np.maximum(wanted, 0.0) ** 2 - self.field.error[cells.block]) * (1 - 8 * UNIT)
+
+    def _prove(
+        self, cells: Cells, known: Floats | None = None, target: Floats | None = None
+    ) -> tuple[Cells, Floats]:
+        """The cells for which σ1(F(c)) < τ·cos θ could not be proved, and λ1(FF*) there, about.
+
+        Where λ1 is ``known`` to be too large nothing is tried. The others are estimated when they
+        have failed, but for a ``target`` of the caller's, who wants no estimates.
+        """
+        limit = self._limit(cells, self._target() if target is None else target)
+        value = np.zeros(len(cells)) if known is None else known
+        tried = ((limit > 0) & (value < limit)).nonzero()[0]
+        passed = np.zeros(len(cells), dtype=bool)
+        estimates = known is None and target is None
+        rest = self._prove_in_single(cells, limit, tried, passed)
+        for part in self.field.chunks(len(rest)):
+            self._prove_part(cells, limit, rest[part], passed, value if estimates else None)
+        if estimates and self.field.device.type == "cpu":
+            failed = tried[~passed[tried]]
+            for part in self.field.chunks(len(failed)):
+                self._estimate(cells, limit, failed[part], value)
+        if known is None:
+            self.peak.count(cells.block)
+        return cells[~passed], value[~passed]
+
+    def _prove_in_single(
+        self, cells: Cells, limit: Floats, at: Integers, passed: NDArray[np.bool_]
+    ) -> Integers:
+        """What single precision can decide; returns the others."""
+        block, angle = cells.block[at], cells.angle[at]
+        suits = self.single.suits(block, angle, limit[at])
+        chosen = at[suits]
+        if not len(chosen):
+            return at
+        answer = self.single.prove(
+            block[suits], cells.frequency[chosen], limit[chosen], angle[suits]
+        )
+        passed[chosen] = answer == YES
+        return np.sort(np.concatenate([at[~suits], chosen[answer == UNDECIDED]]))
+
+    def _prove_part(
+        self,
+        cells: Cells,
+        limit: Floats,
+        at: Integers,
+        passed: NDArray[np.bool_],
+        value: Floats | None,
+    ) -> None:
+        field = self.field
+        # Cholesky of I − Ĝ/t succeeding means λ1(Ĝ) ≤ t(1 + factor·tr(I − Ĝ/t)) ≤ t(1 + n·factor).
+        scale = 1 / (limit[at] * (1 - field.rows * self.factor))
+        if self.triangular:
+            passed[at] = self.triangles.positive(cells.block[at], cells.frequency[at], scale)
+            return
+        gaps = field.gap(cells.block[at], cells.frequency[at], scale)
+        passed[at] = positive(gaps)
+        lost = (~passed[at]).nonzero()[0]
+        if value is not None and len(lost) and gaps.device.type != "cpu":
+            self._estimate(cells, limit, at[lost], value, pick(gaps, lost))
+
+    def _estimate(
+        self,
+        cells: Cells,
+        limit: Floats,
+        at: Integers,
+        value: Floats,
+        gaps: Tensor | None = None,
+    ) -> None:
+        """λ1 at cells that have failed, so it is no less than the limit, and its vectors."""
+        start = pick(cells.left, at)
+        if gaps is None:  # the factorization has overwritten them
+            place = cells.block[at], cells.frequency[at], 1 / limit[at]
+            least, left = self._bottom_eigenpairs(*place, start)
+        else:
+            least, left = bottom_eigenpairs(gaps, start, LOOK)
+        value[at] = np.maximum(1 - least, 1) * limit[at]
+        cells.left[self.field.send(at)] = left
+
+    def _bottom_eigenpairs(
+        self, block: Integers, frequency: Floats, scale: Floats, start: Tensor
+    ) -> tuple[Floats, Tensor]:
+        """Of I − scale·FF*; in single precision where that tells enough."""
+        if self.triangular and self.rtol >= 1e-4:
+            found = self.single.triangles.bottom_eigenpairs(block, frequency, scale, start, LOOK)
+            if not np.isnan(found[0]).any():
+                return found
+        return bottom_eigenpairs(self.field.gap(block, frequency, scale), start, LOOK)
+
+    def _largest(self, per_block: Floats) -> Floats:
+        """The maximum over each layer's blocks, of non-negative numbers: ``(layers,)``."""
+        result = np.zeros(self.layers)
+        np.maximum.at(result, self.owner, per_block)
+        return result
+
+    def _look(self, cells: Cells) -> Floats:
+        """λ1(FF*) at the centres, about, and its vectors, from scratch."""
+        field = self.field
+        value = np.empty(len(cells))
+        steps = FIRST if math.prod(field.sizes) > 1 else MANY  # a matrix is a single cell
+        for part in field.chunks(len(cells)):
+            block, scale = cells.block[part], 1 / field.usual[cells.block[part]]
+            gaps = field.gap(block, cells.frequency[part], scale)
+            least, cells.left[part] = bottom_eigenpairs(gaps, cells.left[part], steps)
+            value[part] = np.nan_to_num((1 - least) / scale, nan=0.0)  # an estimate, or none
+        self.peak.count(cells.block)
+        return value
+
+    def _give_up(self, cells: Cells) -> Floats:
+        """Widen until the cells that are left are proved too: the interval stays certified."""
+        # σ1(F) ≤ ‖Σ|K|‖_F at every frequency: no proof is needed beyond that.
+        ceiling = self._largest(self.field.size * (1 + 1e-9))
+        target, growth = self._target().copy(), self.rtol
+        while True:
+            failed = np.unique(self.owner[self._prove(cells, target=target)[0].block])
+            failed = failed[target[failed] < ceiling[failed]]
+            if not len(failed):
+                return np.minimum(target, ceiling)
+            raised = np.maximum(target[failed] * (1 + growth), 1e-3 * ceiling[failed])
+            target[failed] = raised
+            growth *= 1.5

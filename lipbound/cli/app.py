@@ -1,0 +1,71 @@
+"""The application: its commands, and how a command line is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from lipbound import __version__
+from lipbound.cli.attack import attack
+from lipbound.cli.audit import audit
+from lipbound.cli.paper import bench, reproduce
+from lipbound.cli.train import train
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Measure, certify and control the Lipschitz constant of convolutional networks.",
+)
+for command in (audit, train, attack, reproduce, bench):
+    app.command()(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; usage errors become ``ValueError`` with one line."""
+    command = typer.main.get_command(app)
+    try:
+        return command.main(list(arguments), "lipbound", standalone_mode=False) or 0
+    except Exception as error:
+        # Typer brings its own copy of click's exceptions in some versions and click's in others.
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is already printed
+            return 0
+        if hasattr(error, "format_message"):
+            said = error.format_message().rstrip(".")
+            said = said.replace("Input should be", f"{_value(error, arguments)} should be")
+            path = getattr(getattr(error, "ctx", None), "command_path", "lipbound")
+            known = getattr(command, "commands", ())
+            if path == "lipbound" and arguments and arguments[0] in known:
+                path = f"lipbound {arguments[0]}"
+            raise ValueError(f"{said}; try '{path} --help'") from None
+        if type(error).__name__ == "Abort":
+            raise KeyboardInterrupt from None
+        raise
+
+
+def _value(error: Exception, arguments: Sequence[str]) -> str:
+    """What was given for the option that an error is about, in quotes."""
+    names = getattr(getattr(error, "param", None), "opts", [])
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names and (equals or place + 1 < len(arguments)):
+            return repr(value if equals else arguments[place + 1])
+    return "it"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lipbound {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Options of every command."""

@@ -1,0 +1,98 @@
+"""What a command line names, looked up and checked before anything is computed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lipbound.files import PICKLED, SAFE, check_file
+
+DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
+FOLDER = Annotated[Path | None, typer.Option(help="Folder that holds the image data.")]
+PLOT = Annotated[Path | None, typer.Option(help="Draw a figure to this .svg or .png file.")]
+
+
+def check_source(source: str) -> None:
+    """Whether a file that is named is there: known before PyTorch is imported to read it."""
+    path = Path(source)
+    if path.suffix in SAFE | PICKLED:
+        check_file(path)
+
+
+def check_plot(plot: Path | None) -> None:
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise ValueError(f"--plot {str(plot)!r} must end in .svg or .png")
+    check_report(plot)
+
+
+def check_numbers(**given: float | None) -> None:
+    """Whether options that were given are numbers from 0 on."""
+    for name, value in given.items():
+        if value is not None and not value >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g} must not be negative, nor nan")
+
+
+def check_report(path: Path | None) -> None:
+    """Whether what figures and pages need is there, before anything is computed for them."""
+    if path is None:
+        return
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{str(path)!r} needs an extra ({error}): pip install 'lipbound[report]'"
+        ) from None
+
+
+EVERY = 10  # seconds between two lines where there is no terminal to draw a bar on
+
+
+def bar(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """A bar on a terminal's standard error, gone when done; elsewhere a line every 10 seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield from _lines(items, what)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as shown:
+        yield from shown.track(items, description=what)
+
+
+def _lines(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """Also while one item takes long: another thread writes them."""
+    start, place, done = time.monotonic(), 0, threading.Event()
+
+    def tell() -> None:
+        while not done.wait(EVERY):
+            spent = time.monotonic() - start
+            said = f"lipbound: {what}: {place} of {len(items)} after {spent:.0f} s"
+            print(said, file=sys.stderr, flush=True)
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        for item in items:
+            yield item
+            place += 1
+    finally:
+        done.set()
+
+
+def input_shape_of(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ValueError(f"--input {text!r} is no shape; write 3,32,32")
+    return shape

@@ -1,0 +1,154 @@
+"""``lipbound attack``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipbound.cli.arguments import DEVICE, FOLDER, PLOT, check_numbers, check_plot
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipbound.robust.attacks.plan import Plan
+    from lipbound.robust.training.trained import Trained
+
+
+def attack(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="Folder of a training run, or its best.safetensors or final one."),
+    ],
+    attacks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attack",
+            help="Attack to run (repeatable): pgd, cw, cw-projected, autoattack. Default: pgd.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Data set; by default the one the run was trained on.")
+    ] = None,
+    folder: FOLDER = None,
+    count: Annotated[int, typer.Option(help="Number of test images; 0 for all.")] = 1000,
+    ball: Annotated[
+        str | None, typer.Option(help="Norm of the perturbation: linf or l2; by default the run's.")
+    ] = None,
+    radius: Annotated[
+        float | None, typer.Option(help="Largest perturbation; by default the run's.")
+    ] = None,
+    iterations: Annotated[int, typer.Option(help="Number of PGD iterations.")] = 200,
+    restarts: Annotated[int, typer.Option(help="Number of PGD restarts.")] = 10,
+    step: Annotated[float, typer.Option(help="PGD step size, as a fraction of the radius.")] = 0.2,
+    loss: Annotated[
+        str,
+        typer.Option(help="PGD loss: cross-entropy, margin, or alternate (changes by restart)."),
+    ] = "alternate",
+    decay: Annotated[
+        bool, typer.Option("--decay", help="Shrink PGD steps towards the end.")
+    ] = False,
+    l2_radius: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="L2 radius at which to report C&W accuracy (repeatable; default 0.6 and 0.8)."
+        ),
+    ] = None,
+    jacobians: Annotated[
+        int, typer.Option(help="Number of images at which to measure the Jacobian.")
+    ] = 100,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Audit the network and report certified accuracies.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Number of images per batch.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed for the attacks' random starts.")] = 0,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="Precision of the searches: float32, tf32, float16 or bfloat16. Results are "
+            "always re-checked in float32."
+        ),
+    ] = "float32",
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the network for the searches.")
+    ] = False,
+    graphs: Annotated[bool, typer.Option(help="Replay the searches as CUDA graphs.")] = True,
+    device: DEVICE = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Append the record to this file of JSON lines.")
+    ] = None,
+    plot: PLOT = None,
+) -> None:
+    """Measure accuracy under attack, with confidence intervals and signs of a failed attack."""
+    from lipbound.files import check_file, check_writable
+
+    if not checkpoint.is_dir():  # a run's folder stands for its networks
+        check_file(checkpoint)
+    check_numbers(count=count, jacobians=jacobians)
+    check_plot(plot)
+    check_writable(out, plot)
+    from lipbound.robust.attacks.plan import Plan
+    from lipbound.robust.training.assess import networks
+
+    paths = networks(checkpoint)
+    trained = paths[0].settings
+    plan = Plan(
+        attacks=tuple(attacks or ["pgd"]), ball=ball or trained.ball,
+        radius=trained.radius if radius is None else radius, step=step, iterations=iterations,
+        restarts=restarts, loss=loss, decay=decay, radii=tuple(l2_radius or (0.6, 0.8)),
+        batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
+    )  # fmt: skip
+    name = data or trained.data
+    images = _images(name, folder, count)
+    options = {"certify": certify, "jacobians": jacobians}
+    records = []
+    for record in _assess(paths, images, plan, device, options):
+        records.append({**record, "data": name})
+        _show(records[-1], json_, out)
+    if plot is not None:
+        from lipbound.report.figures import attack_figure
+
+        attack_figure(records, plot)
+        typer.echo(f"wrote {plot}", err=True)
+
+
+def _images(name: str, folder: Path | None, count: int) -> tuple[Tensor, Tensor]:
+    import torch
+
+    from lipbound.robust.data import data_set
+
+    test = data_set(name, folder).test
+    return test.load(torch.arange(min(count or len(test), len(test))))
+
+
+def _assess(
+    paths: list[Trained], images: tuple[Tensor, Tensor], plan: Plan, device: str | None,
+    options: dict[str, Any],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Attack every network; another of the same run lends its adversarial examples."""
+    from lipbound.robust.training.assess import assess
+    from lipbound.robust.training.distributed import team
+
+    with team(device) as who:
+        for path in paths:
+            other = next((p for p in paths if p is not path), None)
+            yield assess(
+                path, other, images, plan, who.device, **options,
+                progress=lambda what: typer.echo(f"{what} ...", err=True),
+            )  # fmt: skip
+
+
+def _show(record: dict[str, Any], as_json: bool, out: Path | None) -> None:
+    from lipbound.files import append
+    from lipbound.report.terminal import attack_table, echo
+
+    if as_json:
+        echo(json.dumps(record, indent=1))
+    else:
+        attack_table(record)
+    if out is not None:
+        append(out, record)

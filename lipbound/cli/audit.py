@@ -1,0 +1,178 @@
+"""``lipbound audit``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipbound.cli.arguments import (
+    bar,
+    check_numbers,
+    check_report,
+    check_source,
+    input_shape_of,
+)
+
+if TYPE_CHECKING:
+    from lipbound import Audit
+
+EFFORTS = ("normal", "high")
+
+
+def audit(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="What to audit: 'demo', a weights file (.safetensors, .pt), or a model's name: "
+            "resnet20, resnet56, wrn-28-10, torchvision:NAME, timm:NAME."
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Architecture of a weights file: package.module:factory, or a name."),
+    ] = None,
+    input_shape: Annotated[
+        str | None, typer.Option("--input", help="Shape of one input, for example 3,32,32.")
+    ] = None,
+    rtol: Annotated[
+        float, typer.Option(help="Relative width at which a layer's interval is narrow enough.")
+    ] = 1e-3,
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="'high' uses two weighted norms per residual block: tighter, and takes minutes."
+        ),
+    ] = "normal",
+    method: Annotated[
+        str, typer.Option(help="Bound to use for each convolution: spectral, lipbound, gram, ...")
+    ] = "spectral",
+    device: Annotated[
+        str | None, typer.Option(help="Device to compute on, for example cuda.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write one self-contained HTML page with tables and pictures."),
+    ] = None,
+    fail_above: Annotated[
+        float | None,
+        typer.Option(
+            help="Exit with code 1 if the network's bound exceeds this number, or if there is no "
+            "bound. Without an architecture the largest kernel counts."
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Time to search the layers for. Layers that are not done by then keep an upper "
+            "end from a cheaper bound, which is proved too."
+        ),
+    ] = None,
+    stride: Annotated[
+        int, typer.Option(help="Stride to assume when only a weights file is given.")
+    ] = 1,
+    dilation: Annotated[
+        int, typer.Option(help="Dilation to assume when only a weights file is given.")
+    ] = 1,
+    groups: Annotated[
+        int, typer.Option(help="Groups to assume when only a weights file is given.")
+    ] = 1,
+) -> None:
+    """Certify the gain of every layer, and of the whole network."""
+    check_source(source)
+    _check_page(html, source)
+    if effort not in EFFORTS:
+        raise ValueError(f"--effort {effort!r} is not one of {', '.join(EFFORTS)}")
+    check_numbers(fail_above=fail_above, minutes=minutes)
+    from lipbound.cli.models import network_or_weights
+    from lipbound.report.terminal import audit_json, audit_table, echo
+
+    network, shape, name = network_or_weights(source, model)
+    alone = isinstance(network, dict)  # kernels that nothing says are one network
+    geometry = {"stride": stride, "dilation": dilation, "groups": groups}
+    how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
+    if alone:
+        _refuse(effort=None if effort == "normal" else effort, input=input_shape)
+        found = _audit_weights(network, device, how | geometry)
+    else:
+        if set(geometry.values()) != {1}:
+            raise ValueError(
+                f"--stride, --dilation and --groups are for a weights file without --model; "
+                f"the layers of {source} have their own"
+            )
+        shape = shape if input_shape is None else input_shape_of(input_shape)
+        found = _audit_network(network, shape, device, how | {"effort": effort})
+    if json_:
+        echo(audit_json(found, name))
+    else:
+        audit_table(found, name)
+    if html is not None:
+        _write_page(found, name, html)
+    _judge(max(r.bracket.upper for r in found.layers) if alone else found.upper, fail_above)
+
+
+def _check_page(html: Path | None, source: str) -> None:
+    from lipbound.files import check_writable
+
+    if html is not None and html.exists() and os.path.exists(source) and html.samefile(source):
+        raise ValueError(f"--html {str(html)!r} would overwrite the weights; name another file")
+    check_writable(html)
+    check_report(html)
+
+
+def _refuse(**given: str | None) -> None:
+    """Options that need an architecture, where there is none."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"--{name} {value} needs the network's architecture; name it with --model"
+            )
+
+
+def _audit_weights(weights: dict[str, Any], device: str | None, how: dict[str, Any]) -> Audit:
+    from lipbound.network.audits import audit_weights
+    from lipbound.runtime import pick_device
+
+    if device is not None:
+        place = pick_device(device)
+        weights = {name: tensor.to(place) for name, tensor in weights.items()}
+    return audit_weights(weights, **how)
+
+
+def _audit_network(
+    network: Any, shape: tuple[int, ...] | None, device: str | None, how: dict[str, Any]
+) -> Audit:
+    import torch
+
+    from lipbound import audit
+    from lipbound.modules import check_takes
+    from lipbound.runtime import pick_device
+
+    if device is not None:
+        network = network.to(pick_device(device))
+    if shape is not None:  # before minutes are spent on the layers
+        like = next(network.parameters(), torch.zeros(()))
+        check_takes(network, like.new_zeros((1, *shape)))
+    return audit(network, shape, **how)
+
+
+def _write_page(found: Audit, name: str, path: Path) -> None:
+    from lipbound.files import write
+    from lipbound.report.page import page
+
+    write(path, page(found, name, bar).encode())
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _judge(worst: float, limit: float | None) -> None:
+    """Exit with code 1 if the bound is above the limit."""
+    if limit is None or worst <= limit:
+        return
+    said = f"{worst:.6g} is above {limit:g}"
+    if worst == float("inf"):
+        said = f"there is no bound, so --fail-above {limit:g} fails"
+    typer.echo(f"lipbound: {said}", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,133 @@
+"""``lipbound reproduce`` and ``lipbound bench``: the paper's tables and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lipbound.cli.arguments import DEVICE, FOLDER, PLOT, check_numbers, check_plot, check_report
+
+
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(help="fig1, fig2, fig3, table1, table2, table3, table4, or all.")
+    ],
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Weights file of a trained network (repeatable; default: the embedded network)."
+        ),
+    ] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Run a small version in seconds, to see that it works.")
+    ] = False,
+    folder: FOLDER = None,
+    tier: Annotated[
+        str,
+        typer.Option(
+            help="Group of trainings of table2: A, O, B, B100, C, or the pilot A0. "
+            "Default: all but the pilot."
+        ),
+    ] = "",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only this arm, for example 'at+lipreg 0.02' (repeatable)."),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Pause trainings after this time; the same command continues them."),
+    ] = None,
+    device: DEVICE = None,
+    out: Annotated[Path, typer.Option(help="Folder for records and figures.")] = Path("reproduced"),
+) -> None:
+    """Compute a figure or table of the paper anew: record, figure, report."""
+    check_numbers(minutes=minutes)
+    from lipbound.files import check_writable
+    from lipbound.paper import reproduce as steps
+    from lipbound.paper.request import Request
+    from lipbound.report.terminal import TrainingView, echo
+
+    names = list(steps.EXPERIMENTS) if name == "all" else [name]
+    request = Request(
+        tiny=tiny, weights=tuple(weights or ()), out=out, folder=folder, tier=tier,
+        only=tuple(only or ()), minutes=minutes, device=device,
+        say=lambda text: typer.echo(text, err=True), watch=TrainingView,
+    )  # fmt: skip
+    given = {
+        "weights": weights, "folder": folder, "tier": tier, "only": only, "minutes": minutes,
+        "device": device,
+    }  # fmt: skip
+    _check(name, names, {option: value for option, value in given.items() if value}, tiny)
+    check_report(out)
+    check_writable(*(out / f"{each}.json" for each in names))
+    for each in names:
+        record = steps.run(each, request)
+        steps.save(record, out)
+        steps.write_figure(record, out)
+        echo(steps.report(record))
+
+
+def _check(name: str, names: list[str], given: dict[str, Any], tiny: bool) -> None:
+    """Refuse what cannot work, before anything is computed."""
+    from lipbound.paper import reproduce as steps
+
+    for each in names:
+        if each not in steps.EXPERIMENTS:
+            raise ValueError(f"unknown {each!r}; there are {', '.join(steps.EXPERIMENTS)}, all")
+    for option in given:
+        takers = steps.TAKES[option]
+        if not {*takers} & {*names}:
+            raise ValueError(f"{name} takes no --{option}; {', '.join(takers)} do")
+    if tiny and "folder" in given:
+        raise ValueError(
+            f"--tiny trains on scikit-learn's digits; leave out --folder {given['folder']}"
+        )
+    if name == "all" and "folder" not in given and not tiny:
+        raise ValueError(f"table2 needs --folder, one with {steps.table2.ON}; --tiny needs none")
+
+
+def bench(
+    network: Annotated[
+        list[str] | None,
+        typer.Option(help="Network of the paper's table (repeatable; default: all 17)."),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Method to time (repeatable; default: all).")
+    ] = None,
+    device: DEVICE = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Append results to this file of JSON lines; networks already in it are skipped."
+        ),
+    ] = None,
+    plot: PLOT = None,
+) -> None:
+    """Time LipBound and its gradient on whole networks, beside other methods."""
+    from lipbound.files import append, check_writable, read
+    from lipbound.paper.speed import METHODS, NAMES, speed
+    from lipbound.report.terminal import speed_table
+
+    check_plot(plot)
+    check_writable(out, plot)
+    names, methods = network or list(NAMES), method or list(METHODS)
+    records = [
+        r for r in (read(out) if out else []) if r.get("network") in names and "milliseconds" in r
+    ]
+    done = {r["network"] for r in records}
+    measured = speed([name for name in names if name not in done], device, methods)
+    with speed_table(methods) as show:
+        for record in records:
+            show(record)
+        for record in measured:
+            if out:
+                append(out, record)
+            show(record)
+            records.append(record)
+    if plot:
+        from lipbound.report.figures import speed_figure
+
+        speed_figure(records, plot)
+        typer.echo(f"wrote {plot}")

@@ -1,0 +1,139 @@
+"""``lipbound train``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipbound.cli.arguments import DEVICE, FOLDER, check_numbers
+
+if TYPE_CHECKING:
+    from lipbound.robust.training.settings import Settings
+
+
+def train(
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the run. With several arms, each gets a folder inside it."),
+    ],
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Training method (repeatable): baseline, lipreg, at, at+pm, at+lipreg, "
+            "at+spectral, or all. Default: at+lipreg."
+        ),
+    ] = None,
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="Settings to start from: digits, fast, fast-wrn, paper-cifar, paper-imagenet, "
+            "authors-code."
+        ),
+    ] = "digits",
+    model: Annotated[
+        str | None, typer.Option(help="Network: cnn, wrn-28-10, preact-resnet18, ...")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Data set: digits, cifar10, cifar100, fashion-mnist, folder.")
+    ] = None,
+    folder: FOLDER = None,
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs.")] = None,
+    penalty: Annotated[
+        str | None,
+        typer.Option(help="Penalty: lipbound, polygrid, spectral or power_iteration."),
+    ] = None,
+    penalty_weight: Annotated[
+        float | None, typer.Option(help="Weight of the penalty, λ2 in the paper.")
+    ] = None,
+    fold_batchnorm: Annotated[
+        bool,
+        typer.Option(
+            "--fold-batchnorm",
+            help="In the penalty, fold each BatchNorm into the convolution before it.",
+        ),
+    ] = False,
+    floor: Annotated[
+        float | None, typer.Option(help="The penalty leaves layers below this bound alone.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for weights, batches and attacks.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change any other setting, NAME=VALUE (repeatable)."),
+    ] = None,
+    device: DEVICE = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint, if there is one.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Save a checkpoint and stop after this many seconds.")
+    ] = None,
+    save_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints, besides one after every epoch.")
+    ] = 0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")
+    ] = False,
+) -> None:
+    """Train a network: adversarially, Lipschitz-regularized, both or neither."""
+    check_numbers(time_limit=time_limit, save_every=save_every)
+    given = {
+        "model": model, "data": data, "epochs": epochs, "penalty": penalty, "floor": floor,
+        "penalty_weight": penalty_weight, "seed": seed,
+        "batchnorm": "folded" if fold_batchnorm else None,
+    }  # fmt: skip
+    runs = _runs(arm, preset, {k: v for k, v in given.items() if v is not None}, set_ or [])
+    options = {
+        "resume": resume, "device": device, "time_limit": time_limit, "save_every": save_every,
+    }  # fmt: skip
+    _report(_train(runs, folder, out, tensorboard, options))
+
+
+def _runs(
+    arms: list[str] | None, preset: str, changes: dict[str, Any], texts: list[str]
+) -> list[Settings]:
+    """The settings of every run; what defines an arm is not changed by an option for several."""
+    from lipbound.robust.training.settings import ARMS, parse, settings
+
+    changes = changes | dict(parse(text) for text in texts)
+    names = list(ARMS) if "all" in (arms or ()) else [*dict.fromkeys(arms or ["at+lipreg"])]
+    fixed = {name: ARMS.get(name, {}) if len(names) > 1 else {} for name in names}
+    return [
+        settings(name, preset, **{k: v for k, v in changes.items() if k not in fixed[name]})
+        for name in names
+    ]
+
+
+def _train(
+    runs: list[Settings], folder: Path | None, out: Path, tensorboard: bool, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Train one after the other until one is stopped; their summaries."""
+    from lipbound.report.terminal import TrainingView
+    from lipbound.robust.data import data_set
+    from lipbound.robust.training.loop import train as train_one
+
+    images = data_set(runs[0].data, folder)
+    summaries: list[dict[str, Any]] = []
+    for run in runs:
+        place = out if len(runs) == 1 else out / run.arm.replace("+", "-")
+        with TrainingView(run.arm, place / "tensorboard" if tensorboard else None) as view:
+            summaries.append(train_one(run, images, place, watcher=view, **options))
+        if summaries[-1]["stopped"]:
+            break
+    return summaries
+
+
+def _report(summaries: list[dict[str, Any]]) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from lipbound.report.terminal import training_table
+
+    if any(not summary["stopped"] for summary in summaries):
+        training_table(summaries)
+    if summaries[-1]["stopped"]:
+        said = f"lipbound: {summaries[-1]['stopped']}; run the same command with --resume to go on"
+        typer.echo(said, err=True)
+        # Past typer, which has its own words for an interruption.
+        raise SystemExit(130 if summaries[-1]["stopped"] == "interrupted" else 0)

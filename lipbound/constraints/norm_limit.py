@@ -1,0 +1,255 @@
+r"""``constrain(layer)``: keep the true norm of a layer at most a given number while it trains.
+
+The weight becomes :math:`K \cdot \min(1, \mathrm{norm}/\hat\sigma)`. In training
+:math:`\hat\sigma` follows the layer's σ1 by a warm-started iteration on the symbol, one product a
+step, differentiable: an estimate from below, so the norm may exceed the limit by what the
+iteration lags behind. In eval mode, on removal and in an exported graph it is the certified upper
+end of a bracket: the norm then is at most the limit, proved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
+
+from lipbound.bounds import BOUNDS, bound, bracket
+from lipbound.estimates import Climb
+from lipbound.geometry import check_kernel, convolution, named
+from lipbound.runtime import widened
+from lipbound.symbols import taps
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Constrained(nn.Module):
+    """The parametrization: from a free weight to one whose layer has at most the given norm.
+
+    Args:
+        layer: The convolution or Linear layer.
+        norm: The limit.
+        method: A name in ``BOUNDS``. All but ``'spectral'`` are bounds at every step, and are
+            evaluated at every step.
+        rtol: Relative width of the certified bracket; what the norm may stay below the limit by.
+    """
+
+    frequency: Tensor
+    left: Tensor
+
+    def __init__(self, layer: nn.Module, norm: float, method: str, rtol: float):
+        super().__init__()
+        if method not in BOUNDS:
+            raise ValueError(f"unknown bound method {method!r}; there are {', '.join(BOUNDS)}")
+        if not norm > 0:
+            raise ValueError(f"norm={norm!r} must be positive")
+        self.norm, self.method, self.rtol = float(norm), method, rtol
+        conv = convolution(layer)
+        conv = replace(conv, kernel=conv.kernel.detach())
+        # The geometry alone is kept: the weight comes anew at every call.
+        self.conv = replace(conv, kernel=conv.kernel[:0])
+        self._layer = (layer,)  # in a tuple, so that it is no part of this module
+        self._made_for = _geometry(layer)
+        # Neither is stored: weights that are loaded are certified anew. The scale is a Python
+        # number, which no change of the module's precision rounds.
+        self.scale = 1.0
+        self._certified: tuple[object, ...] = ()  # what the scale is for, the weight first
+        self.register_load_state_dict_post_hook(_loaded)
+        if method == "spectral":
+            first = taps(replace(conv, kernel=widened(conv.kernel)))
+            self.climb = Climb(first.shape[1:])
+            values, state = self.climb(first, None, 1)
+            if not bool(torch.isfinite(values).all()):
+                raise ValueError(
+                    f"the norm of a layer with weights up to {float(first.abs().max()):.3g} is "
+                    f"beyond {first.dtype}; use .double(), or smaller weights"
+                )
+            self.register_buffer("frequency", state[0])
+            self.register_buffer("left", state[1])
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self._check_layer()
+        if self.training:
+            with torch.autocast(weight.device.type, enabled=False):
+                return scaled(weight, (self.norm / self._estimate(weight)).clamp_max(1.0))
+        if torch.compiler.is_exporting():
+            pass  # the graph has the number found before
+        elif torch.compiler.is_compiling():  # it looks at values: the graph breaks here
+            torch.compiler.disable(self._certify)(weight)
+        else:
+            self._certify(weight)
+        return scaled(weight, self.scale)
+
+    def train(self, mode: bool = True) -> Constrained:
+        """Leaving training mode certifies, so that a graph exported afterwards holds a number.
+
+        Weights changed by hand after that are certified at the next call, not by an export.
+        """
+        super().train(mode)
+        parametrize._cache.pop((id(self._layer[0]), "weight"), None)  # of parametrize.cached()
+        if not mode and parametrize.is_parametrized(self._layer[0], "weight"):
+            self._certify(self._layer[0].parametrizations["weight"].original)  # type: ignore
+        return self
+
+    def _check_layer(self) -> None:
+        """Whether the layer still is what the limit was made for.
+
+        Raises:
+            ValueError: If its geometry has changed, or its weight is changed once more.
+        """
+        layer = self._layer[0]
+        for name, value in _geometry(layer).items():
+            if value != self._made_for[name]:
+                raise ValueError(
+                    f"{name} of this constrained {_kind(layer)} was {self._made_for[name]!r} when "
+                    f"constrain was called and is now {value!r}; set it back, call unconstrain, "
+                    f"then change it and call constrain again"
+                )
+        if parametrize.is_parametrized(layer, "weight"):
+            after = layer.parametrizations["weight"][-1]  # type: ignore[index]
+            if isinstance(after, nn.Module) and after is not self:
+                raise ValueError(
+                    f"{type(after).__name__} was registered on a weight that constrain limits, so "
+                    f"the limit does not hold; remove both with torch.nn.utils.parametrize."
+                    f"remove_parametrizations(layer, 'weight', leave_parametrized=False), then "
+                    f"call constrain again without it"
+                )
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Any weight may be assigned; it is scaled when it is read."""
+        return weight
+
+    def _estimate(self, weight: Tensor) -> Tensor:
+        conv = replace(self.conv, kernel=widened(weight))
+        if self.method != "spectral":
+            return bound(conv, self.method).clamp_min(1e-30)
+        start = self.frequency.double(), self.left.to(conv.kernel.dtype, copy=True)
+        values, (frequency, left) = self.climb(taps(conv), start, 1)
+        with torch.no_grad():
+            self.frequency.copy_(frequency)
+            self.left.copy_(left)
+        return (values.amax() * conv.padding_gain()).clamp_min(1e-30)
+
+    @torch.no_grad()
+    def _certify(self, weight: Tensor) -> None:
+        """Set the scale at which the product, rounded, is proved to keep the limit.
+
+        The weight is compared with the one certified before, entry by entry: versions do not tell
+        what fused optimizers and ``.data`` do.
+        """
+        weight = weight.detach()
+        terms = (self.scale, self.norm, self.method, self.rtol)
+        if self._certified and self._certified[1:] == terms:
+            known = self._certified[0]
+            assert isinstance(known, Tensor)
+            same = known.dtype == weight.dtype and known.device == weight.device
+            if same and torch.equal(known, weight):
+                return
+        check_kernel(weight)
+        kind, shrink = widened(weight).dtype, torch.finfo(weight.dtype).eps
+        scale = torch.ones((), dtype=kind)
+        while True:
+            conv = replace(self.conv, kernel=scaled(weight, float(scale)))
+            spectral = self.method == "spectral"
+            upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
+            if upper <= self.norm:
+                break
+            # Rounding must not stop it: weights may be subnormal, and so may the scale.
+            below = torch.nextafter(scale, torch.zeros_like(scale))
+            factor = min(self.norm / upper, 1 - shrink)
+            scale = torch.minimum((scale.double() * factor).to(kind), below)
+            shrink = min(2 * shrink, 0.5)
+        self.scale = float(scale)
+        self._certified = (weight.clone(), self.scale, self.norm, self.method, self.rtol)
+
+    def extra_repr(self) -> str:
+        return f"norm={self.norm:g}, {self.method!r}"
+
+
+def scaled(weight: Tensor, scale: Tensor | float) -> Tensor:
+    """The product in float32 at least, in the weight's own precision."""
+    wide = widened(weight)
+    factor = scale.to(wide.dtype) if isinstance(scale, Tensor) else scale
+    return (wide * factor).to(weight.dtype)
+
+
+def _kind(layer: nn.Module) -> str:
+    """Its class, as it was before torch made a parametrized one of it."""
+    return type(layer).__name__.removeprefix("Parametrized")
+
+
+def _geometry(layer: nn.Module) -> dict[str, object]:
+    """What the layer's forward does with its weight, but for the weight."""
+    names = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding",
+             "_reversed_padding_repeated_twice")  # fmt: skip
+    found = {name: getattr(layer, name, None) for name in names}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+
+
+def _loaded(module: Constrained, incompatible: object) -> None:
+    """After ``load_state_dict``: the weight came first, with the list this belongs to."""
+    module.train(module.training)
+
+
+def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: float = 1e-3) -> M:
+    r"""Keep the norm of a layer, or of every convolution and Linear layer of a model, at most so.
+
+    Strides, groups, dilation and transposition count: it is the layer's norm, for every input
+    size, that is limited, not that of its weight as a matrix.
+
+    Args:
+        module: ``nn.Conv*d``, ``nn.ConvTranspose*d``, ``nn.Linear``, or a model with some.
+        norm: The limit.
+        method: What measures the layer, a name in ``BOUNDS``.
+        rtol: Relative width of the bracket that certifies in eval mode.
+
+    Returns:
+        The same module. Undo it with :func:`unconstrain`, which leaves certified weights.
+
+    Raises:
+        ValueError: If there is no such layer, or one is constrained already.
+        TypeError: If a layer has a forward of its own, which need not use its weight as it is.
+
+    Example:
+        >>> layer = constrain(nn.Conv2d(3, 8, 3, stride=2)).eval()
+        >>> bracket(layer).upper <= 1.000001
+        True
+    """
+    found = {name: m for name, m in module.named_modules() if isinstance(m, _ConvNd | nn.Linear)}
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no convolution or Linear layer")
+    for name, layer in found.items():
+        if parametrize.is_parametrized(layer, "weight"):
+            raise ValueError(
+                f"the weight of {name or _kind(layer)} has a parametrization already, and "
+                f"constrain must be the only one; remove it first with "
+                f"torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+            )
+    for name, layer in found.items():
+        named(name, layer)  # or refuse all before the first is changed
+    for layer in found.values():
+        constraint = Constrained(layer, norm, method, rtol)
+        parametrize.register_parametrization(layer, "weight", constraint.train(layer.training))
+    return module
+
+
+def unconstrain(module: M) -> M:
+    """Undo :func:`constrain`: plain weights again, at most the limit, certified.
+
+    Example:
+        >>> layer = unconstrain(constrain(nn.Conv2d(3, 8, 3), 0.5))
+        >>> type(layer.weight).__name__, bracket(layer).upper <= 0.500001
+        ('Parameter', True)
+    """
+    for layer in list(module.modules()):
+        if parametrize.is_parametrized(layer, "weight") and any(
+            isinstance(p, Constrained)
+            for p in layer.parametrizations["weight"]  # type: ignore[index]
+        ):
+            for constraint in layer.parametrizations["weight"]:  # type: ignore[index]
+                constraint.eval()
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+    return module

@@ -1,0 +1,156 @@
+"""CUDA graphs and streams: work that a GPU repeats without waiting for the host.
+
+A captured function must read and write its tensors where they lay at the capture, and must not look
+at their values. Weights may change in place; if they move, the owner of a graph makes a new one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+WARM = 3  # calls before a capture: libraries choose their algorithms, compilers compile
+
+_streams: dict[int, list[torch.cuda.Stream]] = {}  # per device; a stream is never stale
+
+
+def captured(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """The graph of ``work``, and what it returned: tensors that every replay overwrites."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = work()
+    return graph, result
+
+
+class Repeated(Generic[Result]):
+    """One piece of work, the same at every call: on CUDA it is captured, then replayed.
+
+    What cannot be captured is launched one by one as before, with a warning.
+
+    Args:
+        device: Where it runs; elsewhere than on CUDA it is simply called.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._calls = 0
+        self._captured: tuple[torch.cuda.CUDAGraph, Result] | None = None
+        self._captures = device.type == "cuda"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Repeated, (self.device,)  # a graph cannot be copied
+
+    def __call__(self, work: Callable[[], Result]) -> Result:
+        """What the work returns; tensors in it are overwritten by the next call."""
+        # Looking for anomalies reads values.
+        if (
+            not self._captures
+            or torch.cuda.is_current_stream_capturing()
+            or torch.is_anomaly_enabled()
+        ):
+            return work()
+        with torch.cuda.device(self.device):
+            if self._captured is None:
+                self._calls += 1
+                if self._calls < WARM:
+                    return work()
+                try:
+                    self._captured = captured(work)
+                except RuntimeError as error:
+                    self._captures = False
+                    warnings.warn(f"no CUDA graph ({str(error).splitlines()[0]})", stacklevel=2)
+                    return work()
+            graph, result = self._captured
+            graph.replay()
+        return result
+
+
+class Replay:
+    """Keeps a CUDA graph for every key and every shape of its arguments."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, Any] = {}  # valid while the captured tensors do not move
+
+    def __call__(
+        self,
+        key: Hashable,
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: list[Tensor],
+        keeps: Iterable[Tensor] = (),
+    ) -> tuple[Tensor, ...]:
+        """``function(*inputs)``, from its graph.
+
+        Args:
+            key: What the function depends on besides its arguments.
+            function: From tensors to tensors.
+            inputs: Its arguments.
+            keeps: Tensors it changes, which warming up and capturing must not.
+        """
+        whole = (key, *((t.shape, t.stride(), t.dtype) for t in inputs))
+        if whole not in self._graphs:
+            self._graphs[whole] = _warmed(function, inputs, list(keeps))
+        static, (graph, results) = self._graphs[whole]
+        for mine, given in zip(static, inputs, strict=True):
+            mine.copy_(given)
+        graph.replay()
+        return tuple(result.clone() for result in results)
+
+
+def _warmed(
+    function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], keeps: list[Tensor]
+) -> Any:
+    """Copies of the inputs, and the graph that reads them."""
+    static = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+              for t in inputs]  # fmt: skip
+    kept = [t.clone() for t in keeps]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM):
+            function(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    found = captured(lambda: function(*static))
+    for tensor, before in zip(keeps, kept, strict=True):
+        tensor.copy_(before)
+    return static, found
+
+
+def run(
+    replay: Replay | None, key: Hashable, function: Callable[..., tuple[Tensor, ...]],
+    inputs: list[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``function(*inputs)``, replayed where that is possible."""
+    return function(*inputs) if replay is None else replay(key, function, inputs)
+
+
+def chunk(count: int) -> int:
+    """How many of ``count`` iterations to run at a time: about ten, few to spare at the end.
+
+    Example:
+        >>> chunk(201), chunk(21), chunk(3)
+        (7, 7, 3)
+    """
+    return min(range(6, 15), key=lambda n: (-(-count // n) * n, -n)) if count > 14 else count
+
+
+def on_streams(works: Sequence[Callable[[], Result]]) -> list[Result]:
+    """The results of all. On CUDA each has a stream of its own: small kernels leave room."""
+    if len(works) < 2 or not torch.cuda.is_initialized() or torch.compiler.is_compiling():
+        return [work() for work in works]
+    here = torch.cuda.current_stream()
+    own = _streams.setdefault(here.device_index, [])
+    own += [torch.cuda.Stream() for _ in works[len(own) + 1 :]]
+    results = []
+    for stream, work in zip(own, works[1:], strict=False):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            results.append(work())
+    first = works[0]()  # on the stream we are on: one less to wait for
+    for stream in own[: len(works) - 1]:
+        here.wait_stream(stream)
+    return [first, *results]

@@ -1,1 +1,0 @@
-"""Experiments: compute → record."""

@@ -1,0 +1,86 @@
+"""A model in eval mode, with frozen parameters, or watched for the shapes its layers see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from lipbound.runtime import first_line, widened
+
+
+@contextmanager
+def in_eval(model: nn.Module) -> Iterator[nn.Module]:
+    """The model with every part in eval mode; each part's own mode comes back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield model.eval()
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+LINEAR_LAYERS = (_ConvNd, nn.Linear, _BatchNorm)
+
+
+def input_shapes(model: nn.Module, input_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """What reaches each convolution, Linear and BatchNorm in one forward pass, less the batch."""
+    seen: dict[str, tuple[int, ...]] = {}
+    hooks = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, LINEAR_LAYERS):
+
+            def record(_: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
+                seen.setdefault(name, tuple(inputs[0].shape[1:]))
+
+            hooks.append(layer.register_forward_pre_hook(record))
+    try:
+        parameter = next(model.parameters())
+        with torch.no_grad(), in_eval(model):  # in training BatchNorm would learn from zeros
+            model(torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Parameters without gradients: an attack's graph then has the image's alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(True)
+
+
+def batch_norm_gains(
+    variance: Tensor, weight: Tensor | None, eps: float, least: torch.dtype = torch.float64
+) -> Tensor:
+    """γ/√(var + ε) per channel: what BatchNorm multiplies by in eval mode.
+
+    Computed in ``least`` or better; in float64 each is off by at most four roundings.
+    """
+    deviation = (widened(variance, least) + eps).sqrt()
+    return 1 / deviation if weight is None else widened(weight, least) / deviation
+
+
+def check_takes(model: nn.Module, inputs: Tensor) -> None:
+    """Run the model once on ``inputs``, in eval mode.
+
+    Raises:
+        ValueError: If the model does not take such inputs.
+    """
+    try:
+        with in_eval(model), torch.no_grad():
+            model(inputs.clone())
+    except Exception as error:
+        shape, said = tuple(inputs.shape[1:]), first_line(error)
+        raise ValueError(f"the model does not take inputs of shape {shape}: {said}") from error

@@ -1,0 +1,239 @@
+"""``audit(model)``: every layer's interval, and a bound on the whole network over its graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lipbound.geometry import named, own_forward
+from lipbound.modules import check_takes, in_eval
+from lipbound.network.capture_check import difference, exceeds
+from lipbound.network.composition import compose
+from lipbound.network.findings import Audit, LayerReport, joined
+from lipbound.network.graph import Graph, NotCaptured, capture
+from lipbound.network.jacobian import jacobian_norm
+from lipbound.network.layers import layer_reports, product
+from lipbound.network.rules import RULES, Options
+from lipbound.runtime import Progress, first_line, silent, time_is_up, within
+
+ALONE = "layers only: "  # how the reason begins where there is no graph to bound
+
+
+def audit(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    rtol: float = 1e-3,
+    *,
+    inputs: Tensor | None = None,
+    effort: str = "normal",
+    method: str = "spectral",
+    search: int = 4,
+    seed: int = 0,
+    minutes: float | None = None,
+    progress: Progress = silent,
+) -> Audit:
+    """Certify a network: every layer, and the whole by its graph.
+
+    The graph is what ``torch.export`` captures in eval mode; BatchNorm is folded into the
+    convolution before it, branches that are linear in the same value are added before they are
+    bounded. Operations without a global constant make the bound infinite, and are named.
+
+    Args:
+        model: The network; its mode is restored.
+        input_shape: Of one input, ``(channels, *spatial)``. Without it only the layers are read.
+        rtol: Relative width of the layers' brackets.
+        inputs: A batch at which to look for large Jacobian norms; random ones without it.
+        effort: ``'high'`` bounds chains of residual blocks by two weighted norms each
+            (:mod:`lipbound.network.blocks`): minutes, and orders of magnitude.
+        method: A name in ``BOUNDS``: what bounds each convolution.
+        search: How many inputs to look at for the lower bound; 0 for none.
+        seed: Of the random inputs.
+        minutes: Time to search the layers for; those that are not done by then keep an upper end
+            from a cheaper bound. Everything that is returned is proved all the same.
+        progress: Shows how far it is, see :class:`lipbound.runtime.Progress`.
+
+    Returns:
+        The audit; ``upper`` holds for the real-arithmetic network in eval mode, for every input.
+
+    Example:
+        >>> found = audit(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), (1, 8, 8))
+        >>> found.lower <= found.upper <= found.layers[0].bracket.upper * 1.001
+        True
+    """
+    if effort not in ("normal", "high"):
+        raise ValueError(f"effort={effort!r} is not 'normal' or 'high'")
+    if effort == "high" and method != "spectral":
+        raise ValueError(f"effort='high' brackets its own factors; leave out method={method!r}")
+    if isinstance(input_shape, int | str):
+        raise ValueError(f"input_shape={input_shape!r} is no shape; pass (3, 32, 32) say")
+    options = Options(rtol, effort, method)
+    with in_eval(model), within(minutes):
+        inputs = _inputs(model, input_shape, inputs, max(1, search), seed)
+        layers = layer_reports(model, options, progress)
+        shape = None if inputs is None else tuple(inputs.shape[1:])
+        note = joined(_cut_short(layers, minutes), _left_out(model))
+        found = Audit(layers, math.inf, 0.0, "", (), product(layers), shape, note=note)
+        if inputs is None:
+            reason = "no input shape was given, so only the layers were read"
+            return replace(found, reason=reason)
+        check_takes(model, inputs[:1])  # after the layers: what is wrong with one is named
+        found = _with_upper(model, inputs, options, found, progress)
+        if not search or time_is_up() or found.reason.startswith(ALONE):
+            return found
+        return _with_lower(model, inputs[:search], found)
+
+
+def _inputs(
+    model: nn.Module, shape: Sequence[int] | None, given: Tensor | None, count: int, seed: int
+) -> Tensor | None:
+    """The given inputs, or random ones, as the model's own weights are; a copy."""
+    if given is None and shape is None:
+        return None
+    if given is None:
+        draw = torch.Generator().manual_seed(seed)
+        given = torch.randn(count, *(shape or ()), generator=draw)
+    stored = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
+    like = next(stored, given if given.is_floating_point() else torch.zeros(()))
+    return given.to(like.device, like.dtype, copy=True)  # the network may write to it
+
+
+def _with_upper(
+    model: nn.Module, inputs: Tensor, options: Options, alone: Audit, progress: Progress
+) -> Audit:
+    """The bound over the captured graph, if that is what the network does when it runs."""
+    try:
+        graph = capture(model, (inputs[:1],))
+    except NotCaptured as error:
+        return replace(alone, reason=f"{ALONE}{error}")
+    for report in alone.layers:
+        if not isinstance(report.layer, _BatchNorm):
+            options.keep(report.layer, report.bracket)
+    found = compose(graph, options, progress)
+    other = unfaithful(graph, model, inputs)
+    if other and found.upper < math.inf:
+        return replace(alone, reason=f"{ALONE}{other}")
+    return replace(
+        found,
+        layers=alone.layers,
+        product=alone.product,
+        input_shape=alone.input_shape,
+        note=joined(found.note, other, alone.note),
+    )
+
+
+def _with_lower(model: nn.Module, inputs: Tensor, found: Audit) -> Audit:
+    """The largest Jacobian norm found; one above the bound takes the bound away."""
+    try:
+        lower = jacobian_norm(model, inputs)
+    except (NotImplementedError, RuntimeError) as error:
+        why = first_line(error)
+    else:
+        if exceeds(lower, found.upper, inputs.dtype):
+            why = (
+                f"{ALONE}a Jacobian of norm {lower:.6g} was found, above the bound "
+                f"{found.upper:.6g} of what was captured, so one of the two is not this "
+                f"network's. If its backward is not that of its forward, pass search=0"
+            )
+            return Audit(
+                found.layers, math.inf, lower, why, (), found.product, found.input_shape,
+                note=found.note,
+            )  # fmt: skip
+        if math.isfinite(lower):
+            return replace(found, lower=lower)
+        why = f"its norm left the range of {inputs.dtype}"
+    said = f"no lower bound: the Jacobian could not be computed ({why})"
+    return replace(found, note=joined(found.note, said))
+
+
+def _left_out(model: nn.Module) -> str:
+    """Layers whose forward is their own, so that their weight says nothing of it."""
+    apart = [name for name, m in model.named_modules() if own_forward(m)]
+    said = f"not among the layers, for their forward is their own: {', '.join(apart)}"
+    return said if apart else ""
+
+
+@torch.no_grad()
+def unfaithful(graph: Graph, model: nn.Module, inputs: Tensor) -> str:
+    """How the network that runs is not what was captured of it; empty if it is."""
+    assert graph.captured is not None
+    assert graph.analysed is not None
+    try:
+        said = difference(model, graph.captured, graph.analysed, inputs, RULES.__contains__)
+    except Exception as error:
+        said = f"the two could not be compared ({first_line(error)})"
+    return (
+        f"{type(model).__name__} does something else when it runs than when torch.export captures "
+        f"it: {said}"
+        if said
+        else ""
+    )
+
+
+@torch.no_grad()
+def audit_weights(
+    weights: Mapping[str, Tensor],
+    rtol: float = 1e-3,
+    *,
+    method: str = "spectral",
+    minutes: float | None = None,
+    progress: Progress = silent,
+    **geometry: int,
+) -> Audit:
+    """Weights without an architecture: every tensor of three to five axes is read as a kernel.
+
+    Args:
+        weights: Tensors by name.
+        rtol: Relative width of the brackets.
+        method: A name in ``BOUNDS``: what bounds each kernel.
+        minutes: Time to search the kernels for, see :func:`audit`.
+        progress: Shows how far it is, see :class:`lipbound.runtime.Progress`.
+        geometry: ``stride``, ``dilation``, ``groups`` of all of them.
+
+    Raises:
+        ValueError: If there is no kernel among them, or one is not finite, by name.
+    """
+    like = {k: t for k, t in weights.items() if t.is_nested or 3 <= t.ndim <= 5}
+    numbers = {k: t for k, t in like.items() if t.is_floating_point()}
+    kernels = {name: named(name, tensor, **geometry) for name, tensor in numbers.items()}
+    left_out = {
+        "no real floating-point numbers": [
+            f"{k} ({t.dtype})" for k, t in like.items() if k not in kernels
+        ],
+        "matrices, Linear layers only where an architecture says so": [
+            k for k, t in weights.items() if not t.is_nested and t.ndim == 2
+        ],
+        "BatchNorm, which scales its input": [
+            k.removesuffix("running_var").rstrip(".") for k in weights if k.endswith("running_var")
+        ],
+    }
+    note = "; ".join(
+        f"{len(names)} left out, {why}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for why, names in left_out.items()
+        if names
+    )
+    if not kernels:
+        raise ValueError(
+            f"none of the {len(weights)} tensors is a kernel of three to five axes"
+            + (f"; {note}" if note else "")
+        )
+    with within(minutes):
+        layers = layer_reports(kernels, Options(rtol, method=method), progress)
+        note = joined(_cut_short(layers, minutes), note)
+    reason = "weights alone: without the architecture there is no network to bound"
+    return Audit(layers, math.inf, 0.0, reason, (), product(layers), None, note=note)
+
+
+def _cut_short(layers: Sequence[LayerReport], minutes: float | None) -> str:
+    """How many layers were not searched to the end, if the time is up."""
+    if not time_is_up():
+        return ""
+    count = sum(r.bracket.lower == 0 < r.bracket.upper for r in layers)
+    return (
+        f"the search stopped after {minutes:g} minutes: {count} of {len(layers)} layers have an "
+        f"upper end from a cheaper bound, which is proved too, and no lower end"
+    )

@@ -1,0 +1,265 @@
+"""A network as a graph of calls, captured by ``torch.export``: what depends on the input, what not.
+
+Everything that does not depend on the input (weights, buffers, and what is computed from them) is
+computed here; the rest is left to the rules.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import OutputKind
+from torch.utils._pytree import tree_leaves
+
+from lipbound.network.recorder import watched
+
+
+class NotCaptured(ValueError):
+    """The model cannot be captured as a graph."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An argument that depends on the network's input: the result of an earlier call."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation on values that depend on the input.
+
+    Attributes:
+        name: Of its result.
+        op: Overload packet, ``'aten.conv2d'``; ``'getitem'`` for one of several results.
+        args: Arguments in order; tensors that do not depend on the input are there in full, the
+            others are :class:`Reference`.
+        kwargs: Keyword arguments, likewise.
+        shape: Of the result, ``()`` of a number; ``None`` if there are several.
+        module: Path of the module that made the call.
+        source: File and line.
+        schema: Of the operation.
+        overload: Which of its overloads.
+        floating: Whether the result is a floating-point tensor.
+        dtype: Its type, or that of the first of several.
+        integers: Whether it is one of integers or truth values, no part of the map.
+        results: How many tensors it gives.
+    """
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, ...] | None
+    module: str
+    source: str
+    schema: Any = None
+    overload: str = "default"
+    floating: bool = True
+    dtype: torch.dtype | None = None
+    integers: bool = False
+    results: int = 1
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by the names of the operation's schema."""
+        if self.schema is None:
+            return {str(i): value for i, value in enumerate(self.args)}
+        values: dict[str, Any] = {}
+        for index, argument in enumerate(self.schema.arguments):
+            if index < len(self.args):
+                values[argument.name] = self.args[index]
+            elif argument.name in self.kwargs:
+                values[argument.name] = self.kwargs[argument.name]
+            else:
+                values[argument.name] = argument.default_value
+        return values
+
+    def references(self) -> list[str]:
+        """The earlier results it reads, in order."""
+        return [r.name for r in _references((self.args, self.kwargs))]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured network.
+
+    Attributes:
+        inputs: Name → shape of each input.
+        calls: In order.
+        outputs: Names of the results that are outputs; constants and integers are left out.
+        left_out: Names of outputs of integers.
+        captured: Runs the program as it was captured.
+        analysed: Runs the program that the calls are of.
+    """
+
+    inputs: dict[str, tuple[int, ...]]
+    calls: tuple[Call, ...]
+    outputs: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    captured: Callable[..., Any] | None = field(default=None, repr=False)
+    analysed: Callable[..., Any] | None = field(default=None, repr=False)
+
+
+def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
+    """Capture ``model(*inputs)`` in eval mode.
+
+    Raises:
+        NotCaptured: With the reason; a model whose path depends on its input's values, say.
+    """
+    try:
+        with warnings.catch_warnings(), _unlogged(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            with watched() as seen:
+                exported = torch.export.export(model, tuple(inputs), strict=False)
+            captured = exported.module()
+            program = exported.run_decompositions({})
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "data-dependent" in first:
+            first = "which way it goes depends on the values of a tensor"
+        raise NotCaptured(f"{type(model).__name__} cannot be captured: {first}") from error
+    if seen.read:
+        raise NotCaptured(
+            f"{type(model).__name__} tries to read a value ({seen.read.strip('_')}) and catches "
+            f"the error: which way it goes may depend on its input's values"
+        )
+    signature = program.graph_signature
+    tensors: dict[str, Any] = {**program.state_dict, **program.constants}
+    stored = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+
+    def analysed(given: Tensor) -> list[Any]:
+        specs = signature.input_specs
+        own = [tensors[stored[s.arg.name]] if s.arg.name in stored else given for s in specs]
+        results = program.graph_module(*own)
+        pairs = zip(signature.output_specs, results, strict=True)
+        return [value for spec, value in pairs if spec.kind is OutputKind.USER_OUTPUT]
+
+    known: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    calls: list[Call] = []
+    integers: set[str] = set()  # indices of a maximum, say: no part of the map that is bounded
+    outputs: list[str] = []
+    left_out: list[str] = []
+    with torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                if node.name in stored:
+                    known[node.name] = tensors[stored[node.name]].detach()
+                elif isinstance(node.meta.get("val"), Tensor):
+                    shapes[node.name] = tuple(node.meta["val"].shape)
+                else:
+                    known[node.name] = node.meta.get("val")
+            elif node.op == "output":
+                # An input that is written to comes back too, without being an output.
+                pairs = [*zip(signature.output_specs, node.args[0], strict=True)]
+                for spec, _ in pairs:
+                    if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION):
+                        raise NotCaptured(
+                            f"{type(model).__name__} changes its {spec.target!r} when it runs: it "
+                            f"is not one map; let it do that in training mode only"
+                        )
+                mine = [arg for spec, arg in pairs if spec.kind is OutputKind.USER_OUTPUT]
+                found = [r.name for r in _references(_resolve(mine, known))]
+                outputs = [name for name in found if name not in integers]
+                left_out = [name for name in found if name in integers]
+            elif node.op == "get_attr":
+                known[node.name] = getattr(program.graph_module, node.target)
+            else:
+                call = _call(node, known)
+                if call.references():
+                    calls.append(call)
+                    integers |= {call.name} if call.integers else set()
+                elif _random(node.target, call):
+                    raise NotCaptured(
+                        f"{type(model).__name__} draws random numbers ({call.op}, {call.source}): "
+                        f"it is not one map; let it draw in training mode only"
+                    )
+                else:
+                    known[node.name] = node.target(*call.args, **call.kwargs)
+    if not outputs:
+        raise NotCaptured(f"{type(model).__name__} has no output that depends on its input")
+    return Graph(shapes, tuple(calls), tuple(outputs), tuple(left_out), captured, analysed)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """What PyTorch logs and prints of a model that it cannot capture is in the error, too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _call(node: fx.Node, known: dict[str, Any]) -> Call:
+    target = node.target
+    value = node.meta.get("val")
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [line for line in trace if line.startswith("File ") and "/torch/nn/" not in line]
+    packet = getattr(target, "overloadpacket", target)
+    op = "getitem" if target is operator.getitem else str(packet)
+    several = isinstance(value, list | tuple)
+    # A number that was read out of a tensor is none: nothing is known of how it changes.
+    floating = several or (isinstance(value, Tensor) and value.is_floating_point())
+    return Call(
+        name=node.name,
+        op=op,
+        args=_resolve(node.args, known),
+        kwargs=_resolve(node.kwargs, known),
+        shape=tuple(value.shape) if isinstance(value, Tensor) else None if several else (),
+        module=paths[-1].removeprefix("L['self'].") if paths else "",
+        source=_short(files[-1]) if files else "",
+        schema=getattr(target, "_schema", None),
+        floating=floating,
+        dtype=next((v.dtype for v in tree_leaves(value) if isinstance(v, Tensor)), None),
+        integers=isinstance(value, Tensor) and not (floating or value.is_complex()),
+        results=len(value) if isinstance(value, list | tuple) else 1,
+        overload=getattr(target, "_overloadname", "default") or "default",
+    )
+
+
+def _random(target: Any, call: Call) -> bool:
+    """Whether an operation draws; dropout and its like do not where they are told so."""
+    given = call.arguments()
+    switch = next((given[name] for name in ("train", "training") if name in given), True)
+    drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return drawn and switch is not False
+
+
+def _resolve(argument: Any, known: dict[str, Any]) -> Any:
+    """Nodes to their values, or to references where they depend on the input."""
+    if isinstance(argument, fx.Node):
+        return known[argument.name] if argument.name in known else Reference(argument.name)
+    if isinstance(argument, dict):
+        return {key: _resolve(value, known) for key, value in argument.items()}
+    if isinstance(argument, list | tuple):
+        return type(argument)(_resolve(value, known) for value in argument)
+    return argument
+
+
+def _references(arguments: Any) -> list[Reference]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Reference)]
+
+
+def _short(line: str) -> str:
+    """``File "/a/b/net.py", line 9, in forward`` → ``net.py:9``."""
+    parts = line.split('"')
+    number = line.rsplit("line ", 1)[-1].split(",")[0]
+    return f"{parts[1].rsplit('/', 1)[-1]}:{number}" if len(parts) > 1 else line

@@ -1,0 +1,110 @@
+"""Norms of Jacobians: what a network does amplify, somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lipbound.network.capture_check import outputs
+
+ROWS = 32  # a backward pass each; with more outputs, iterating is cheaper
+ENOUGH = 1e-3  # an iteration that gains less is the last
+
+
+def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: int = 0) -> float:
+    """The largest spectral norm of the network's Jacobian at the given inputs.
+
+    Exact for few outputs; for more, the largest ‖Jv‖, ‖v‖ = 1, that power iteration finds. Either
+    is a lower bound on the network's Lipschitz constant, up to the rounding of the network itself.
+    Inputs that do not know of each other go through together, to find the one that counts: its
+    norm is taken alone, so that no company can add to it.
+    """
+    inputs = inputs.detach()
+    with torch.no_grad():
+        few = sum(t.numel() for t in outputs(model, inputs[:1])) <= ROWS
+        together = len(inputs) > 1 and bool(alone_and_together(model, inputs)[1].all())
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([t.reshape(len(x), -1) for t in outputs(model, x)], 1)
+
+    def norms(some: Tensor) -> Tensor:
+        return norms_by_rows(run, some) if few else _iterated(run, some, iterations, seed)
+
+    chosen = inputs[norms(inputs).argmax()][None] if together else inputs
+    return float(torch.cat([norms(one[None]) for one in chosen]).max())
+
+
+def norms_by_rows(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """The Jacobian's spectral norm at every input, from its rows, one backward pass each.
+
+    Not a number where an entry is none.
+
+    Args:
+        run: From inputs to ``(batch, outputs)``, each output of its own input alone.
+        inputs: A batch.
+
+    Returns:
+        ``(batch,)`` in float64.
+    """
+    x = inputs.detach().requires_grad_()
+    with torch.enable_grad():
+        found = run(x)
+        if not found.requires_grad:  # they do not depend on the inputs
+            return torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        rows = [
+            torch.autograd.grad(column.sum(), x, retain_graph=True, materialize_grads=True)[0]
+            for column in found.unbind(1)
+        ]
+    matrices = torch.stack(rows, 1).flatten(2).double()
+    known = matrices.isfinite().flatten(1).all(1)
+    norms = torch.linalg.matrix_norm(matrices.where(known[:, None, None], 0), 2)
+    return norms.where(known, torch.nan)
+
+
+def _iterated(
+    run: Callable[[Tensor], Tensor], inputs: Tensor, iterations: int, seed: int
+) -> Tensor:
+    """‖Jv‖ at every input, v by power iteration, until no input gains."""
+    draw = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(inputs.shape, generator=draw).to(inputs)
+    pull = torch.func.vjp(run, inputs)[1]
+    norms = torch.zeros(len(inputs)).to(inputs)
+    for _ in range(iterations):
+        before = norms
+        sizes = vectors.flatten(1).norm(dim=1).clamp_min(1e-30)
+        vectors = vectors / sizes.reshape(-1, *[1] * (inputs.ndim - 1))
+        images = torch.func.jvp(run, (inputs,), (vectors,))[1]
+        norms = images.norm(dim=1)
+        if bool((norms <= before * (1 + ENOUGH)).all()):
+            break
+        (vectors,) = pull(images)
+    return norms.detach()
+
+
+def alone_and_together(model: nn.Module, inputs: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The network's outputs for each input alone, and for which inputs company changes nothing.
+
+    Returns:
+        One tensor ``(batch, ...)`` for each output, and ``(batch,)`` booleans. An output that has
+        no batch axis makes all of them false.
+    """
+    company = outputs(model, inputs)
+    each = [outputs(model, one) for one in inputs.split(1)]
+    if any(t.ndim == 0 or len(t) != len(inputs) for t in company) or any(
+        t.shape != (1, *c.shape[1:]) for alone in each for t, c in zip(alone, company, strict=True)
+    ):
+        return company, torch.zeros(len(inputs), dtype=torch.bool)
+    alone = [torch.cat(parts) for parts in zip(*each, strict=True)]
+    same = [_alike(mine, others) for mine, others in zip(alone, company, strict=True)]
+    return alone, torch.stack(same).all(0)
+
+
+def _alike(ones: Tensor, others: Tensor) -> Tensor:
+    """Which rows of two answers are the same, about: ``(batch,)``. Not a number is unlike all."""
+    ones, others = ones.reshape(len(ones), -1), others.reshape(len(others), -1)
+    if not ones.shape[1]:
+        return torch.ones(len(ones), dtype=torch.bool, device=ones.device)
+    # The largest entry: of small ones a sum of squares would be zero.
+    return (ones - others).abs().amax(1) <= 0.01 * ones.abs().amax(1)

@@ -1,0 +1,269 @@
+"""Convolutions, matrices and BatchNorm, kept together as long as they are linear."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lipbound.bounds.rounding import UNIT, norm_above, normalised, spectral_norm_above
+from lipbound.geometry import Convolution, convolution
+from lipbound.modules import batch_norm_gains
+from lipbound.network.rules.values import (
+    Linear,
+    Step,
+    Unbounded,
+    Value,
+    axes,
+    readings,
+    register_rule,
+    up,
+)
+
+
+@register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
+def _conv(step: Step) -> Value:
+    return _linear(step, step["input"], step["weight"], transposed=False)
+
+
+@register_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+def _conv_transpose(step: Step) -> Value:
+    return _linear(step, step["input"], step["weight"], transposed=True)
+
+
+@register_rule("aten.convolution")
+def _convolution(step: Step) -> Value:
+    return _linear(step, step["input"], step["weight"], transposed=step["transposed"])
+
+
+def _linear(step: Step, value: Any, weight: Any, transposed: bool) -> Value:
+    if not isinstance(value, Value) or not isinstance(weight, Tensor):
+        raise Unbounded("a convolution whose kernel depends on the input")
+    dims = weight.ndim - 2
+    padding = step["padding"]
+    options: dict[str, Any] = {
+        "stride": axes(step["stride"], dims),
+        "dilation": axes(step["dilation"], dims),
+        "groups": step["groups"],
+        "padding": padding if isinstance(padding, str) else axes(padding, dims),
+        "transposed": transposed,
+    }
+    if transposed:
+        options["output_padding"] = axes(step["output_padding"], dims)
+    conv = convolution(weight.double(), **options)
+    anchor = value
+    if value.padding is not None and not transposed and all(p == (0, 0) for p in conv.padding):
+        # The padding that nn.Conv2d(padding_mode='circular') does by itself.
+        source, mode, pairs = value.padding
+        if len(pairs) == dims:
+            anchor = source
+            conv = replace(conv, padding=pairs, padding_mode=mode)
+    sized = replace(conv, input_size=tuple(anchor.shape[-dims:]))
+    return Value(step.shape, linear=Linear(anchor, sized, step.options))
+
+
+@register_rule("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
+def _matrix(step: Step) -> Value:
+    names = {"aten.linear": ("input", "weight"), "aten.addmm": ("mat1", "mat2"),
+             "aten.mm": ("self", "mat2"), "aten.matmul": ("self", "other")}  # fmt: skip
+    left, right = (step[name] for name in names[step.call.op])
+    if isinstance(left, Value) and isinstance(right, Value):
+        raise Unbounded("a product of two activations has no global Lipschitz constant")
+    value, matrix = (left, right) if isinstance(left, Value) else (right, left)
+    if not isinstance(value, Value):
+        raise Unbounded("a bias that depends on the input has no rule")
+    if matrix.ndim == 1:
+        return value.times(norm_above(matrix), step.shape)
+    if matrix.ndim != 2:
+        return value.times(up(stack_norm(matrix) * _met(value, matrix)), step.shape)
+    rows = matrix.double() if step.call.op == "aten.linear" else matrix.double().mT
+    linear = Linear(value, replace(convolution(rows.contiguous()), input_size=()), step.options)
+    if value is left and step.size("alpha") == 1:  # of addmm
+        return Value(step.shape, linear=linear)
+    return value.times(up(step.size("alpha") * linear.norm), step.shape)  # or from the left
+
+
+def _met(value: Value, matrices: Tensor) -> float:
+    """√(how many matrices of a batch each matrix of entries is multiplied with)."""
+    together = torch.broadcast_shapes(value.shape[:-2], matrices.shape[:-2])
+    return up(math.sqrt(math.prod(together) / math.prod(value.shape[:-2])))
+
+
+def stack_norm(matrices: Tensor) -> float:
+    """The largest σ1 of a batch of matrices, from above."""
+    scaled, power = normalised(matrices)
+    flat = scaled.reshape(-1, *scaled.shape[-2:])
+    return up(up(float(spectral_norm_above(flat).max())) * power)
+
+
+@register_rule("aten.bmm", "aten.baddbmm")
+def _batched_product(step: Step) -> Value:
+    names = ("self", "mat2") if step.call.op == "aten.bmm" else ("batch1", "batch2")
+    left, right = (step[name] for name in names)
+    if isinstance(left, Value) and isinstance(right, Value):
+        raise Unbounded("a product of two activations has no global Lipschitz constant")
+    value, matrices = (left, right) if isinstance(left, Value) else (right, left)
+    if not isinstance(value, Value):
+        raise Unbounded("a bias that depends on the input has no rule")
+    return value.times(up(step.size("alpha") * stack_norm(matrices)), step.shape)
+
+
+@register_rule("aten.einsum")
+def _einsum(step: Step) -> Value:
+    """One value and one constant: a batch of matrices, by what each letter does.
+
+    A letter of both and of the result numbers the batch; one of both alone is summed in the
+    product, one of the constant and the result is a new axis, one of the value and the result is
+    carried along. A letter of one operand alone is summed, √n.
+    """
+    operands = step["tensors"]
+    terms, arrow, result = step["equation"].replace(" ", "").partition("->")
+    letters = terms.split(",")
+    values = [o for o in operands if isinstance(o, Value)]
+    plain = arrow and "." not in terms and all(len({*term}) == len(term) for term in letters)
+    if len(values) != 1 or len(operands) > 2 or not plain:
+        raise Unbounded(
+            f"einsum {step['equation']!r} has no rule; there is one for one activation and one "
+            f"constant, with '->' and without '...' or repeated letters"
+        )
+    place = operands.index(values[0])
+    mine, sizes = letters[place], dict(zip(letters[place], values[0].shape, strict=True))
+    theirs, constant = "", torch.ones(())
+    if len(operands) == 2:
+        theirs, constant = letters[1 - place], operands[1 - place]
+    for letter, size in zip(theirs, constant.shape, strict=True):
+        if sizes.setdefault(letter, size) != size:
+            raise Unbounded(f"einsum {step['equation']!r} spreads an axis of size 1: no rule")
+    batch = [c for c in theirs if c in mine and c in result]
+    inner = [c for c in theirs if c in mine and c not in result]
+    outer = [c for c in theirs if c not in mine]
+    order = [theirs.index(c) for c in (*batch, *outer, *inner)]
+    rows, columns = (math.prod(sizes[c] for c in some) for some in (outer, inner))
+    gain = stack_norm(constant.permute(order).reshape(-1, rows, columns))
+    lost = [c for c in (*mine, *outer) if c not in result and c not in inner]
+    summed = math.prod(sizes[c] for c in lost)
+    return values[0].times(up(gain * up(math.sqrt(summed))), step.shape)
+
+
+@register_rule("aten._native_batch_norm_legit_no_training", "aten.batch_norm",
+               "aten.cudnn_batch_norm", "aten.native_batch_norm")  # fmt: skip
+def batch_norm(step: Step) -> Any:
+    """With running statistics every channel is multiplied by a constant."""
+    value = step["input"]
+    variance = step["running_var"]
+    if step.arguments.get("training") or not isinstance(variance, Tensor):
+        raise Unbounded("BatchNorm without running statistics mixes the batch; use .eval()")
+    eps = min(readings(step["eps"], step.call.dtype))
+    gains = batch_norm_gains(variance, step["weight"], eps)
+    if not bool(torch.isfinite(gains).all()):
+        raise Unbounded("BatchNorm's statistics or weights give no finite gains")
+    result = _scaled(value, gains, step) if value.linear is not None else None
+    if result is None:
+        result = value.times(up(float(gains.abs().max()) * (1 + 1e-15)), step.call.shape)
+    return result if step.call.results == 1 else [result] * step.call.results
+
+
+def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
+    """A convolution with its output channels multiplied: still one."""
+    assert value.linear is not None
+    conv, slack = value.linear.conv, value.linear.slack
+    if conv.out_channels != len(gains) or len(value.shape) != conv.dims + 2 or value.shape[0] != 1:
+        return None  # tokens, or no batch axis: BatchNorm's channels are not the convolution's
+    tail = [1] * conv.dims
+    if conv.transposed:  # the weight is (inputs, outputs / groups, ...)
+        shares = gains.reshape(conv.groups, 1, -1)
+        inputs = conv.kernel.shape[0] // conv.groups
+        factor = shares.expand(conv.groups, inputs, -1).reshape(conv.kernel.shape[0], -1, *tail)
+    else:
+        factor = gains.reshape(-1, 1, *tail)
+    scaled = replace(conv, kernel=conv.kernel * factor)
+    if not bool(torch.isfinite(scaled.kernel).all()):
+        return None
+    slack = up(slack * float(gains.abs().max()) * (1 + 1e-15)) if slack else 0.0
+    slack = slack + _lost(conv.kernel, factor)
+    rounded = value.linear.rounded + 2.0**-48
+    linear = Linear(value.linear.anchor, scaled, step.options, slack, rounded)
+    return Value(value.shape, linear=linear)
+
+
+def _lost(kernel: Tensor, factor: Tensor | float) -> float:
+    """What underflow takes from their product, as an operator."""
+    factor = torch.as_tensor(factor, dtype=kernel.dtype, device=kernel.device)
+    gone = ((kernel * factor).abs() < 2.0**-1000) & (kernel != 0) & (factor != 0)
+    return kernel.numel() * 2.0**-1074 if bool(gone.any()) else 0.0
+
+
+def sum_of_linears(
+    one: Value, first: float, other: Value, second: float, step: Step
+) -> Value | None:
+    """Two convolutions of the same value, added: one convolution. ``None`` if they are not that.
+
+    The value itself counts as one, with a kernel of one tap: x + W x is bounded by the symbol of
+    I + W, which can be far below 1 + ‖W‖.
+    """
+    for a, b in ((one, other), (other, one)):
+        if a.linear is None:
+            continue
+        anchor = a.linear.anchor
+        if b is anchor or (b.linear is not None and b.linear.anchor is anchor):
+            device = a.linear.conv.kernel.device
+            mine, yours = _dense(one, first, anchor, device), _dense(other, second, anchor, device)
+            if mine is None or yours is None or mine.ndim != yours.ndim or one.shape != other.shape:
+                return None  # mine.ndim: tokens, or an image without its batch axis
+            kernel = _aligned(mine, yours)
+            dims = kernel.ndim - 2
+            pads = [(s - 1) // 2 for s in kernel.shape[2:]]
+            conv = convolution(kernel, padding=pads if dims else "same")
+            sized = replace(conv, input_size=tuple(anchor.shape[-dims:]) if dims else ())
+            size = up(norm_above(mine) + norm_above(yours))
+            slack = up(up(4 * UNIT * math.sqrt(kernel[0, 0].numel())) * size)
+            for value, factor in ((one, first), (other, second)):
+                if value.linear is None:
+                    continue
+                inner = value.linear.slack
+                slack = up(slack + up(abs(factor) * inner)) if inner else slack
+                slack = slack + _lost(value.linear.conv.kernel, factor)
+            if not bool(torch.isfinite(kernel).all()):
+                return None
+            both = (v.linear.rounded for v in (one, other) if v.linear is not None)
+            linear = Linear(anchor, sized, step.options, slack, max(both))
+            return Value(step.shape, linear=linear)
+    return None
+
+
+def _dense(value: Value, factor: float, anchor: Value, device: torch.device) -> Tensor | None:
+    """Its kernel relative to the anchor, centred and of odd size; ``None`` if it has a stride."""
+    if value is anchor:
+        dims = len(value.shape) - 2
+        eye = torch.eye(value.shape[1], dtype=torch.float64, device=device)
+        return factor * eye.reshape(*eye.shape, *[1] * dims)
+    assert value.linear is not None
+    conv: Convolution = value.linear.conv
+    simple = conv.padding_mode == "zeros" and not conv.transposed and conv.groups == 1
+    if not simple or any(n != 1 for n in (*conv.stride, *conv.dilation)):
+        return None
+    if tuple(value.shape[2:]) != tuple(anchor.shape[2:]):
+        return None
+    kernel = factor * conv.kernel
+    amounts: list[int] = []
+    for size, (before, _) in zip(conv.kernel.shape[2:], conv.padding, strict=True):
+        # Tap h sits at h − before: reach from −before to size − 1 − before, made symmetric.
+        reach = max(before, size - 1 - before)
+        amounts = [reach - before, reach - (size - 1 - before), *amounts]
+    return functional.pad(kernel, amounts)
+
+
+def _aligned(one: Tensor, other: Tensor) -> Tensor:
+    """Add two centred kernels of odd sizes."""
+    sizes = [max(a, b) for a, b in zip(one.shape[2:], other.shape[2:], strict=True)]
+    padded = []
+    for kernel in (one, other):
+        amounts: list[int] = []
+        for size, have in zip(sizes, kernel.shape[2:], strict=True):
+            amounts = [(size - have) // 2, (size - have) // 2, *amounts]
+        padded.append(functional.pad(kernel, amounts))
+    return padded[0] + padded[1]

@@ -1,0 +1,100 @@
+"""The 17 networks of the paper's efficiency table, by the shapes of their layers.
+
+``python -m lipbound.paper.networks`` writes the table from torchvision's definitions; the
+table itself lies in the package, so that nothing here needs torchvision to be installed.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipbound.modules import input_shapes
+
+NAMES = (
+    "alexnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
+    "densenet121", "densenet161", "densenet169", "densenet201",
+    "vgg11", "vgg13", "vgg16", "vgg19", "wide_resnet50_2", "squeezenet1_0", "squeezenet1_1",
+)  # fmt: skip
+INPUT = (3, 224, 224)
+FIELDS = (
+    "name", "in", "out", "kernel", "stride", "padding", "dilation", "groups", "bias", "input",
+)  # fmt: skip
+
+
+def table() -> dict[str, Any]:
+    """Name → the shapes of its convolutions, BatchNorms and Linear layers, in order."""
+    text = resources.files("lipbound").joinpath("data/networks.json").read_text()
+    return json.loads(text)["networks"]
+
+
+class Layers(nn.Module):
+    """A network's layers side by side, He-initialised: it cannot be run, only measured.
+
+    Attributes:
+        names: Of the convolutions, in torchvision's network.
+        inputs: Their spatial input sizes.
+    """
+
+    def __init__(self, name: str, seed: int = 0):
+        super().__init__()
+        known = table()
+        if name not in known:
+            raise ValueError(f"unknown network {name!r}; there are {', '.join(known)}")
+        draw = torch.Generator().manual_seed(seed)
+        shapes = known[name]
+        lines = shapes["convolutions"]
+        self.names = [line[0] for line in lines]
+        self.inputs = [tuple(line[9]) for line in lines]
+        layers = [nn.Conv2d(i, o, k, s, p, d, g, bias) for _, i, o, k, s, p, d, g, bias, _ in lines]
+        with torch.no_grad():
+            for layer in layers:
+                fan = layer.weight[:, 0].numel()
+                layer.weight.normal_(0, (2 / fan) ** 0.5, generator=draw)
+        self.convolutions = nn.ModuleList(layers)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in shapes["norms"])
+        self.linears = nn.ModuleList(nn.Linear(i, o) for i, o in shapes["linears"])
+
+
+def shapes(model: nn.Module) -> dict[str, Any]:
+    """The shapes of a runnable model's layers, and the input size of each convolution."""
+    sizes = input_shapes(model, INPUT)
+    modules = dict(model.named_modules())
+    return {
+        "convolutions": [
+            [
+                name, m.in_channels, m.out_channels, m.kernel_size, m.stride, m.padding,
+                m.dilation, m.groups, m.bias is not None, sizes[name][1:],
+            ]
+            for name, m in modules.items()
+            if isinstance(m, nn.Conv2d)
+        ],
+        "norms": [m.num_features for m in modules.values() if isinstance(m, nn.BatchNorm2d)],
+        "linears": [
+            [m.in_features, m.out_features] for m in modules.values() if isinstance(m, nn.Linear)
+        ],
+    }  # fmt: skip
+
+
+def main() -> None:
+    import torchvision
+
+    found = {name: shapes(getattr(torchvision.models, name)(weights=None)) for name in NAMES}
+    record = {
+        "made_by": "python -m lipbound.paper.networks",
+        "torchvision": torchvision.__version__,
+        "convolution": FIELDS,
+        "networks": found,
+    }
+    path = Path(str(resources.files("lipbound"))) / "data" / "networks.json"
+    path.write_text(json.dumps(record, separators=(",", ":")))
+    print(f"wrote {path.name}: {len(found)} networks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Train networks arm by arm and seed by seed, attack each, and keep a record of each.
+
+A *tier* is a plan of such trainings: one kind of network on one kind of data, small enough for the
+time there is, and always named by what it is. A cell of it is one arm with one seed. Its record is
+appended when the cell is done; the next call goes on with those that are missing, and with one that
+was interrupted where it was: its training by its checkpoint, its attacks by those that are over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipbound.files import append, provenance, read
+from lipbound.paper.request import Watch, unseen
+from lipbound.robust.attacks.plan import Plan
+from lipbound.robust.data import DATA, Data
+from lipbound.robust.training.assess import assess, networks
+from lipbound.robust.training.loop import train
+from lipbound.robust.training.run import Watcher
+from lipbound.robust.training.run_folder import lock
+from lipbound.robust.training.settings import Settings, as_dict, filled, settings
+from lipbound.robust.training.trained import Trained
+from lipbound.runtime import pick_device
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A plan of trainings.
+
+    Attributes:
+        says: What it is, for readers.
+        common: Settings all arms share, over the preset.
+        arms: Label → settings of the arm, its name in ``ARMS`` among them.
+        seeds: Label → how many; one for arms that are not named.
+        plan: Attacks on the best and the final network.
+        images: Test images they get.
+        autoattack: How many of these AutoAttack gets, of the final network.
+        jacobians: At how many the Jacobian's norm is measured.
+        preset: A name in ``PRESETS``.
+        also: Further radii for PGD.
+        pilot: Whether it is done only when it is asked for.
+        doubts: Whether the first seed's final network is looked at for doubts.
+        tried: Labels that are there to choose among by images held out: they are not attacked.
+    """
+
+    says: str
+    common: dict[str, Any]
+    arms: dict[str, dict[str, Any]]
+    seeds: dict[str, int] = field(default_factory=dict)
+    plan: Plan = field(default_factory=Plan)
+    images: int = 1000
+    autoattack: int = 500
+    jacobians: int = 500
+    preset: str = "paper-cifar"
+    also: tuple[float, ...] = ()
+    doubts: bool = True
+    tried: tuple[str, ...] = ()
+    pilot: bool = False
+
+    def cells(self) -> Iterator[tuple[str, int]]:
+        """Arms and seeds; a first seed of every arm before any second one."""
+        most = max((self.seeds.get(label, 1) for label in self.arms), default=0)
+        for seed in range(most):
+            for label in self.arms:
+                if seed < self.seeds.get(label, 1):
+                    yield label, seed
+
+    def settings(self, label: str, seed: int) -> Settings:
+        return settings(preset=self.preset, **{**self.common, **self.arms[label], "seed": seed})
+
+
+def work(
+    name: str,
+    tier: Tier,
+    out: Path,
+    *,
+    folder: Path | None = None,
+    device: str | None = None,
+    minutes: float | None = None,
+    only: tuple[str, ...] = (),
+    say: Say = lambda _: None,
+    watch: Watch = unseen,
+) -> list[dict[str, Any]]:
+    """Do the cells that are missing, as far as the time goes; the records of all that are done.
+
+    Args:
+        name: Of the tier.
+        tier: What to do.
+        out: Folder of runs; records go to ``cells.jsonl`` in it.
+        folder: Where the data lies.
+        device: ``cpu`` or ``cuda``; the GPU if there is one.
+        minutes: After which no training goes on; no end without it.
+        only: Labels, if not all.
+        say: Is told what is being done.
+        watch: Shows a training of that name.
+
+    Raises:
+        ValueError: Naming an arm the tier does not have.
+    """
+    unknown = [label for label in only if label not in tier.arms]
+    if unknown:
+        raise ValueError(f"tier {name} has no {unknown[0]!r}; there are {', '.join(tier.arms)}")
+    device = str(pick_device(device))
+    path = out / "cells.jsonl"
+    end = time.monotonic() + 60 * minutes if minutes is not None else None
+    data: Data | None = None
+    for label, seed in tier.cells():
+        before = latest(read(path)).get((name, label, seed))
+        attacked = label not in tier.tried
+        done = before is not None and not (attacked and "pgd" not in before["final"])
+        if (
+            done
+            and before is not None
+            and filled(before["settings"]) != as_dict(tier.settings(label, seed))
+        ):
+            raise ValueError(
+                f"{str(path)!r} has tier {name}, {label}, seed {seed} with other settings; give "
+                f"another --out"
+            )
+        if done or (only and label not in only):
+            continue
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        chosen = tier.settings(label, seed)
+        data = data or DATA[chosen.data](folder)
+        say(f"tier {name}, {label}, seed {seed}")
+        where = out / name / f"{label.replace(' ', '-')}-{seed}"
+        claim = lock(where.with_name(f"{where.name}.claim"))
+        if claim is None:
+            say("another process is at it")
+            continue
+        # All cells share what is compiled for the first: steps, checks, attacks.
+        with claim, torch._dynamo.config.patch(recompile_limit=64):
+            shown = partial(watch, label)
+            record = cell(tier, chosen, data, where, device, left, say, shown, attacked)
+            if record is None:
+                break
+            append(path, {"tier": name, "label": label, "seed": seed, **record})
+    return [r for r in latest(read(path)).values() if r["tier"] == name]
+
+
+def latest(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Of every cell its last record: what was only tried at first may be attacked later."""
+    return {(r["tier"], r["label"], r["seed"]): r for r in records}
+
+
+class Stages:
+    """Passes on what is said, and keeps how long it was until the next word."""
+
+    def __init__(self, say: Say):
+        self.say = say
+        self.words: list[tuple[str, float]] = []
+
+    def __call__(self, word: str) -> None:
+        self.words.append((word, time.perf_counter()))
+        self.say(word)
+
+    def seconds(self) -> dict[str, float]:
+        """By word, until now."""
+        ends = [at for _, at in self.words[1:]] + [time.perf_counter()]
+        spent: dict[str, float] = {}
+        for (word, at), end in zip(self.words, ends, strict=True):
+            spent[word] = round(spent.get(word, 0.0) + end - at, 1)
+        return spent
+
+
+def cell(
+    tier: Tier, chosen: Settings, data: Data, where: Path, device: str, left: float | None,
+    say: Say, shown: Callable[[], AbstractContextManager[Watcher | None]], attacked: bool = True,
+) -> dict[str, Any] | None:  # fmt: skip
+    """One training and the attacks on what came of it; nothing if the time was too short.
+
+    Not ``attacked`` it gets its audit and its Jacobians' norms all the same.
+
+    Raises:
+        KeyboardInterrupt: If the process was asked to stop; the training has its checkpoint.
+    """
+    say = stages = Stages(say)
+    start = time.perf_counter()
+    with shown() as watcher:
+        summary = train(
+            chosen, data, where, resume=True, device=device, time_limit=left, watcher=watcher
+        )
+    if summary["stopped"]:
+        say(f"stopped ({summary['stopped']}); the same command goes on from there")
+        if summary["stopped"] != "time limit":
+            raise KeyboardInterrupt
+        return None
+    images = data.test.load(torch.arange(min(tier.images, len(data.test))))
+    few = (images[0][: tier.autoattack], images[1][: tier.autoattack])
+    plan = tier.plan if attacked else replace(tier.plan, attacks=())
+    found: dict[str, Any] = {}
+    best, final = networks(where)
+    for network in (final,) if _same(best, final) else (final, best):
+        kind = network.path.stem
+        say(f"{kind}:")
+        look = partial(_looked_at, network, where / "assessed.jsonl", torch.device(device), say)
+        closer = attacked and chosen.seed == 0 and kind == "final"
+        found[kind] = look(
+            images, plan, jacobians=tier.jacobians, certify=True, curves=closer,
+            doubts=closer and tier.doubts,
+        )  # fmt: skip
+        if not attacked:
+            continue
+        found[kind]["also"] = {
+            f"{radius:g}": look(images, replace(plan, attacks=("pgd",), radius=radius))["pgd"]
+            for radius in tier.also
+        }
+        if tier.autoattack and kind == "final":
+            say("autoattack")
+            found[kind]["autoattack"] = look(few, replace(plan, attacks=("autoattack",)))[
+                "autoattack"
+            ]
+    found.setdefault("best", {**found["final"], "checkpoint": best.path.name})
+    kept = ("epoch", "held_out_accuracy", "held_out_pgd_accuracy", "train_accuracy", "loss")
+    steps = read(where / "records.jsonl")
+    epochs = [{k: r[k] for k in kept} for r in steps]
+    return {
+        "settings": as_dict(chosen),
+        "training": summary,
+        "epochs": epochs,
+        **found,
+        "training_seconds": round(steps[-1]["seconds"], 1),
+        "stages": stages.seconds(),
+        "seconds": round(time.perf_counter() - start, 1),
+        **provenance(device, chosen.seed),
+    }
+
+
+def _same(one: Trained, two: Trained) -> bool:
+    """Whether two files hold the same network: a last epoch that was the best one."""
+    pairs = zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def _looked_at(
+    network: Trained, path: Path, device: torch.device, say: Say, images: tuple[Tensor, Tensor],
+    plan: Plan, *, curves: bool = False, doubts: bool = False, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What :func:`assess` says; from ``path`` if it has said so before of the same file."""
+    file = hashlib.sha256(network.path.read_bytes()).hexdigest()
+    pixels = hashlib.sha256(images[0].contiguous().numpy().tobytes()).hexdigest()
+    made = provenance(str(device))
+    asked = [network.path.name, file, pixels, vars(plan), curves, doubts, options]
+    asked += [made[name] for name in ("device", "torch", "lipbound")]
+    asked = json.loads(json.dumps(asked))  # as it is read again
+    for record in read(path):
+        if record["asked"] == asked:
+            return record["found"]
+    found = assess(
+        network, None, images, plan, device, curves=curves, doubts=doubts, progress=say, **options
+    )
+    append(path, {"asked": asked, "found": found})
+    return found

@@ -1,0 +1,165 @@
+"""Figures from records; they compute nothing."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lipbound.files import write
+from lipbound.network.portraits import Portrait
+
+STYLES = {
+    "power": ("ten power iterations", "#b0b0b0", "s"),
+    "gram": ("Gram iteration", "#8c6bb1", "D"),
+    "direct": ("direct PolyGrid", "#e08214", "^"),
+    "sgd": ("one fused SGD step", "#4d4d4d", "_"),
+    "lipbound_gradient": ("LipBound, value + gradient", "#2166ac", "o"),
+    "lipbound": ("LipBound, value", "#1b9e77", "o"),
+    "floor": ("reading the weights once", "#d0d0d0", "|"),
+}
+"""Contender → label, colour, marker; from slow to fast."""
+
+
+def tidy(axes: Any, grid: str = "both") -> None:
+    """A light grid behind what is drawn, and no frame above and on the right."""
+    axes.grid(axis=grid, color="#e8e8e8")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def portrait_png(portrait: Portrait) -> bytes:
+    """σ1 over the torus with its maximizer, and the distribution of all singular values.
+
+    A page has dozens: drawn once, at fixed places, in 96 colours, a third of the bytes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(5.0, 2.3), dpi=120, facecolor="none")
+    picture = FigureCanvasAgg(figure)
+    grey, warm, cool = "#808890", "#d1495b", "#3a7ca5"
+    axis, heights = portrait.axis, portrait.heights
+    place = (0.07, 0.12, 0.36, 0.78) if heights.ndim == 2 else (0.11, 0.12, 0.43, 0.78)
+    left = figure.add_axes(place, facecolor="none")
+    right = figure.add_axes((0.62, 0.12, 0.36, 0.78), facecolor="none")
+    if heights.ndim == 2:
+        filled = left.contourf(axis, axis, heights.T, levels=14, cmap="BuPu")
+        bar = figure.colorbar(filled, cax=figure.add_axes((0.46, 0.16, 0.02, 0.7)))
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(colors=grey, labelsize=7)
+        for sign in (1, -1) if portrait.peak else ():
+            left.plot(*[sign * w for w in portrait.peak], "o", ms=7, mfc="none", mec=warm, mew=1.6)
+        left.set_aspect("equal")
+        left.set_yticks([-np.pi, 0, np.pi], ["−π", "0", "π"])
+    else:
+        left.plot(axis, heights, color=cool)
+        for sign in (1, -1) if portrait.peak else ():
+            left.axvline(sign * portrait.peak[0], color=warm, lw=1)
+    left.set_xticks([-np.pi, 0, np.pi], ["−π", "0", "π"])
+    left.set_title("σ₁ over all frequencies", fontsize=8, color=grey)
+    right.stairs(*np.histogram(portrait.values, bins=40), fill=True, color=cool)
+    right.set_yticks([])
+    right.set_title("all singular values", fontsize=8, color=grey)
+    for axes in (left, right):
+        axes.tick_params(colors=grey, labelsize=7)
+        axes.spines[:].set_visible(False)
+    picture.draw()
+    image = Image.fromarray(np.asarray(picture.buffer_rgba()))
+    buffer = io.BytesIO()
+    image.quantize(96, Image.Quantize.FASTOCTREE).save(buffer, "PNG", compress_level=6)
+    return buffer.getvalue()
+
+
+def canvas() -> Any:
+    """pyplot without a screen; the same figure gives the same file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "lipbound"
+    return pyplot
+
+
+def save(figure: Any, path: Path, dpi: int = 100) -> None:
+    """Write a figure without the date, and close it."""
+    buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
+    figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=dpi)
+    canvas().close(figure)
+    write(path, numbered(buffer.getvalue()) if kind == "svg" else buffer.getvalue())
+
+
+def numbered(svg: bytes) -> bytes:
+    """Matplotlib's SVG with its clips and markers numbered.
+
+    It names them by digests of coordinates, whose last bits are the processor's.
+
+    Example:
+        >>> numbered(b'<path id="m0123456789"/><use href="#m0123456789"/>')
+        b'<path id="m1"/><use href="#m1"/>'
+    """
+    names = dict.fromkeys(re.findall(rb'id="([mp])([0-9a-f]{10})"', svg))
+    for number, (kind, digest) in enumerate(names, 1):
+        svg = svg.replace(kind + digest, b"%s%d" % (kind, number))
+    return svg
+
+
+def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Milliseconds of every contender, one line per network, on a logarithmic axis."""
+    pyplot = canvas()
+    names = [record["network"] for record in records]
+    figure, axes = pyplot.subplots(figsize=(8.2, 1.6 + 0.25 * len(names)), layout="constrained")
+    for method, (label, colour, marker) in STYLES.items():
+        points = [
+            (record["milliseconds"][method], index)
+            for index, record in enumerate(records)
+            if method in record["milliseconds"]
+        ]
+        if points:
+            times, lines = zip(*points, strict=True)
+            axes.scatter(times, lines, color=colour, marker=marker, s=34, label=label, zorder=3)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"milliseconds for the whole network ({records[0]['device']})")
+    tidy(axes, grid="x")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accuracy against PGD's iterations and the radius, Jacobian norms; one colour a network."""
+    pyplot = canvas()
+    figure, places = pyplot.subplots(1, 3, figsize=(10.4, 3.2), layout="constrained")
+    left, middle, right = places
+    for index, record in enumerate(records):
+        label, colour = f"{record['arm']}, {Path(record['checkpoint']).stem}", f"C{index}"
+        curve = record.get("pgd", {}).get("against_iterations", {})
+        left.plot([int(k) for k in curve], list(curve.values()), "o-", ms=3, color=colour)
+        curve = {"0": record["clean"], **record.get("against_radius", {})}
+        radii, found = [float(k) for k in curve], list(curve.values())
+        middle.plot(radii, [f["accuracy"] for f in found], "o-", ms=3, color=colour, label=label)
+        ends = zip(*(f["interval"] for f in found), strict=True)
+        middle.fill_between(radii, *ends, color=colour, alpha=0.15, lw=0)
+        norms = record.get("jacobian_norms", {}).get("all", [])
+        right.hist(norms, bins=30, color=colour, alpha=0.5)
+    left.set_xscale("symlog", linthresh=1)
+    left.set_xlabel("iterations of PGD")
+    middle.set_xlabel(f"radius, {records[0]['plan']['ball']} (PGD, one restart)")
+    right.set_xlabel("norm of the Jacobian")
+    right.set_ylabel("images")
+    left.set_ylabel("accuracy")
+    for axes in places:
+        tidy(axes)
+    for axes in (left, middle):
+        axes.set_ylim(0, 1)
+    middle.legend(frameon=False, fontsize=8)
+    save(figure, path)

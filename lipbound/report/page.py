@@ -1,0 +1,135 @@
+"""An audit as one HTML file that needs nothing else: no network, no server."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lipbound import __version__
+from lipbound.network.findings import Audit, LayerReport
+from lipbound.network.portraits import portrait
+from lipbound.report.figures import portrait_png
+from lipbound.report.terminal import geometry, log10, summary
+from lipbound.runtime import Progress, silent
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+DRAWN = 64  # pictures at most, of the layers with the largest gain: the page stays below 2 MB
+LISTED = 1000  # layers, likewise
+
+
+def page(
+    audit: Audit,
+    title: str,
+    progress: Progress = silent,
+) -> str:
+    """The page as text.
+
+    Args:
+        audit: What to show.
+        title: What was audited.
+        progress: Shows how many pictures are drawn, see :class:`lipbound.runtime.Progress`.
+    """
+    from jinja2 import Environment
+
+    template, script = (_data(name) for name in ("page.html", "page.js"))
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number, "power": power}
+    drawn = sorted(audit.layers, key=lambda row: -row.bracket.upper)
+    kept = {id(row) for row in drawn[:LISTED]}
+    convolutions = [row for row in drawn if row.lipbound is not None][:DRAWN]
+    pictures = {row.name: _picture(row) for row in progress(convolutions, "pictures")}
+    return environment.from_string(template).render(
+        title=title,
+        audit=audit,
+        summary=summary(audit),
+        rows=_rows([row for row in audit.layers if id(row) in kept], pictures),
+        left_out=len(audit.layers) - len(kept),
+        steps=_steps(audit)[:LISTED],
+        bounded=math.isfinite(audit.upper) and bool(audit.steps),
+        upper_power=log10(audit.upper),
+        lower_power=log10(audit.lower) if audit.lower > 0 else None,
+        product_power=log10(audit.product),
+        version=__version__,
+        torch=torch.__version__,
+        script=script,
+        # The page's own script runs and no other, whatever a name may hold.
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _data(name: str) -> str:
+    return resources.files("lipbound").joinpath("data", name).read_text(encoding="utf-8")
+
+
+def number(value: float | None) -> str:
+    """Four digits; empty for nothing."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if math.isfinite(value) else "∞"
+
+
+def power(value: float) -> Markup:
+    """A large or small number as a·10^b."""
+    from markupsafe import Markup
+
+    if not math.isfinite(value) or 1e-3 <= abs(value) < 1e5 or value == 0:
+        return Markup(number(value))
+    digits, exponent = f"{value:.2e}".split("e")
+    return Markup(f"{digits} · 10<sup>{int(exponent)}</sup>")
+
+
+def _rows(layers: Sequence[LayerReport], pictures: dict[str, str | None]) -> list[dict[str, Any]]:
+    largest = max([row.lipbound or row.bracket.upper for row in layers], default=1.0) or 1.0
+
+    def share(value: float | None) -> float:
+        return 0.0 if not value else max(0.4, 100 * math.log1p(value) / math.log1p(largest))
+
+    return [
+        {
+            "name": row.name,
+            "geometry": geometry(row.layer),
+            "lower": row.bracket.lower,
+            "upper": row.bracket.upper,
+            "lipbound": row.lipbound,
+            "upper_share": share(row.bracket.upper),
+            "lipbound_share": share(row.lipbound),
+            "frequency": ", ".join(f"{w:.3f}" for w in row.bracket.frequency),
+            "evaluations": row.bracket.evaluations,
+            "picture": pictures.get(row.name),
+        }
+        for row in layers
+    ]
+
+
+def _steps(audit: Audit) -> list[dict[str, Any]]:
+    powers = [log10(s.lipschitz) for s in audit.steps if math.isfinite(s.lipschitz)]
+    top = max([1.0, *powers])
+    return [
+        {
+            "name": step.name,
+            "op": step.op.removeprefix("aten.").lstrip("_"),
+            "module": step.module,
+            "shape": "×".join(map(str, step.shape)),
+            "gain": step.gain,
+            "power": log10(step.lipschitz) if math.isfinite(step.lipschitz) else None,
+            "share": max(0.0, 100 * log10(step.lipschitz) / top)
+            if math.isfinite(step.lipschitz)
+            else 100.0,
+            "reason": step.reason,
+            "first": step.reason not in [s.reason for s in audit.steps[:index]],
+        }
+        for index, step in enumerate(audit.steps)
+    ]
+
+
+def _picture(row: LayerReport) -> str | None:
+    shown = portrait(row.layer, row.bracket)
+    return None if shown is None else base64.b64encode(portrait_png(shown)).decode()

@@ -1,0 +1,366 @@
+"""Show what was computed; compute nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape as without_markup
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from lipbound import __version__
+from lipbound.files import printable
+from lipbound.geometry import Convolution, convolution
+from lipbound.network.findings import Audit
+
+Record = dict[str, Any]
+
+
+def unread() -> None:
+    """Nobody reads on (``| head``): the rest goes nowhere, and the command does its work."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def echo(text: str) -> None:
+    """Print to whoever still reads."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        unread()
+
+
+class Screen(Console):
+    """A terminal, or plain text of 120 columns where there is none."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        if not self.is_terminal:
+            self.width, self.no_color = 120, True
+
+    def on_broken_pipe(self) -> None:
+        unread()
+
+    def show(self, table: Table, folds: int = 0) -> None:
+        """Nothing of a table is left out on a narrow terminal: its lines go on below.
+
+        Args:
+            table: What to show.
+            folds: How many columns it may be narrower, by folding its text.
+        """
+        whole = self.measure(table, options=self.options.update(max_width=10_000)).maximum
+        table.width = whole if whole - folds > self.width else None
+        self.print(table, crop=False)
+
+
+def escape(text: str) -> str:
+    """A text from elsewhere as a console may print it: no markup, no control characters."""
+    return without_markup(printable(text))
+
+
+SPEED_COLUMNS = {
+    "lipbound": "LipBound",
+    "direct": "direct",
+    "power": "power",
+    "gram": "Gram",
+    "floor": "floor",
+    "lipbound_gradient": "LB+grad",
+    "lipbound_autograd": "autograd",
+    "direct_gradient": "dir+grad",
+    "sgd": "SGD",
+}
+"""Contender → heading; what they are says :mod:`lipbound.paper.speed`."""
+
+
+@contextmanager
+def speed_table(methods: Sequence[str]) -> Iterator[Callable[[Record], None]]:
+    """A table in milliseconds that grows as networks are measured, then the geometric means."""
+    shown = [m for m in SPEED_COLUMNS if m in methods or m == "floor"]
+    print(f"{'milliseconds':15}", *[f"{SPEED_COLUMNS[m]:>8}" for m in shown], flush=True)
+    ratios: dict[str, list[float]] = {}
+
+    def show(record: Record) -> None:
+        times = record["milliseconds"]
+        cells = [f"{times[m]:8.4g}" if m in times else " " * 8 for m in shown]
+        print(f"{printable(record['network']):15}", *cells, flush=True)
+        for other, ours in RATIOS.items():
+            if other in times and ours in times:
+                ratios.setdefault(other, []).append(times[other] / times[ours])
+
+    yield show
+    for other, values in ratios.items():
+        mean = math.exp(sum(map(math.log, values)) / len(values))
+        ours = SPEED_COLUMNS[RATIOS[other]]
+        faster = sum(value >= 1 for value in values)
+        print(
+            f"{SPEED_COLUMNS[other]:>8} / {ours}: geometric mean {mean:.3g}, "
+            f"at least 1 on {faster} of {len(values)}"
+        )
+
+
+RATIOS = {
+    "direct": "lipbound",
+    "power": "lipbound",
+    "gram": "lipbound",
+    "direct_gradient": "lipbound_gradient",
+    "sgd": "lipbound_gradient",
+}
+"""Whose time is divided by which of ours."""
+
+
+class TrainingView:
+    """A bar on a terminal, a line per epoch elsewhere; also scalars for TensorBoard.
+
+    Args:
+        title: What is trained.
+        board: Folder of the TensorBoard scalars; none without it.
+    """
+
+    def __init__(self, title: str, board: Path | None = None):
+        self.title = title
+        self.console = Console(stderr=True)
+        self.bar: Progress | None = None
+        self.numbers = ""
+        self.board: Any = None
+        if board is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ValueError("--tensorboard needs: pip install 'lipbound[train]'") from None
+            self.board = SummaryWriter(str(board))
+
+    def __enter__(self) -> TrainingView:
+        if self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(), console=self.console, transient=True,
+            )  # fmt: skip
+            self.bar.add_task(escape(self.title), total=None, numbers="")
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.board is not None:
+            self.board.close()
+
+    def step(self, step: int, steps: int, loss: float) -> None:
+        if self.bar is not None:
+            shown = f"loss {loss:.3f}{self.numbers}"
+            self.bar.update(self.bar.task_ids[0], completed=step, total=steps, numbers=shown)
+        if self.board is not None:
+            self.board.add_scalar("loss", loss, step)
+
+    def epoch(self, record: Record) -> None:
+        clean, robust = record["held_out_accuracy"], record["held_out_pgd_accuracy"]
+        held = "" if clean is None else f"  clean {clean:.3f}  pgd {robust:.3f}"
+        self.numbers = f"{held}  product 10^{record['log10_product']:.2f}"
+        if self.bar is None:
+            line = f"{self.title}  epoch {record['epoch']}  loss {record['loss']:.3f}"
+            print(f"{line}{self.numbers}", file=sys.stderr, flush=True)
+        if self.board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name not in ("step", "loss"):
+                    self.board.add_scalar(name, value, record["step"])
+
+    def say(self, text: str) -> None:
+        self.console.print(f"[yellow]{escape(f'lipbound: {text}')}[/]", soft_wrap=True)
+
+
+def training_table(summaries: Sequence[Record], console: Screen | None = None) -> None:
+    """Print one line per arm: accuracies of the best and the final weights, product, time."""
+    console = console or Screen()
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    table.add_column("\narm", no_wrap=True)
+    for which in ("best", "final"):
+        for heading in (f"{which}\naccuracy", "\nPGD", "\nproduct"):
+            table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("\nms/step", justify="right", no_wrap=True)
+    for row in summaries:
+        if row["stopped"]:
+            continue
+        cells = []
+        for which in ("best", "final"):
+            found = row[which]
+            cells += [f"{100 * found[k]:.1f} %" for k in ("test_accuracy", "test_pgd_accuracy")]
+            cells.append(f"10^{found['log10_product']:.2f}")
+        table.add_row(escape(row["arm"]), *cells, f"{row['step_ms']:.1f}")
+    console.show(table)
+
+
+def attack_table(record: Record, console: Screen | None = None) -> None:
+    """Print accuracies with their intervals, then what casts doubt on them."""
+    console = console or Screen()
+    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
+                  pad_edge=False)  # fmt: skip
+    table.add_column("")
+    table.add_column("accuracy", justify="right", no_wrap=True)
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    table.add_column("images", justify="right")
+
+    def row(name: str, found: Record) -> None:
+        low, high = found["interval"]
+        ends = f"{100 * low:.1f} to {100 * high:.1f} %"
+        table.add_row(escape(name), f"{100 * found['accuracy']:.1f} %", ends, str(found["images"]))
+
+    row("clean", record["clean"])
+    plan = record["plan"]
+    for name in plan["attacks"]:
+        if "accuracy" in record[name]:
+            sized = f"{name} {plan['ball']} {plan['radius']:.4g}"
+            budget = f", {plan['iterations']}×{plan['restarts']}" if name == "pgd" else ""
+            row(sized + budget, record[name])
+        else:
+            for radius, found in record[name].items():
+                if isinstance(found, dict):
+                    row(f"{name} l2 {radius}", found)
+    for radius, found in record.get("certified", {}).items():
+        row(f"certified l2 {radius}", found)
+    console.show(table)
+    if record.get("cw", {}).get("median_norm") is not None:
+        console.print(f"median norm of Carlini & Wagner: {record['cw']['median_norm']:.4g}")
+    if "jacobian_norms" in record:
+        norms = record["jacobian_norms"]
+        console.print(
+            f"Jacobian norm: mean {norms['mean']:.3g}, largest {norms['quantiles'][-1]:.3g}"
+        )
+    if "evidence" in record:
+        seen = record["evidence"]
+        names = ("pgd_10", "pgd_50", "pgd_250", "margin", "random_search", "transfer", "white_box")
+        parts = [f"{n.replace('_', ' ')} {seen[n]:.3f}" for n in names if n in seen]
+        largest = list(seen["against_radius"].values())[-1]
+        console.print(f"on {seen['images']} images: {', '.join(parts)}, any radius {largest:.3f}")
+    for text in record.get("doubts", []):
+        console.print(escape(f"doubt: {text}"), style="yellow")
+    if "doubts" in record and not record["doubts"]:
+        console.print("no doubts: gradients, iterations, radii and a gradient-free attack agree")
+
+
+ROWS = 400  # of a table on a terminal
+
+
+def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None:
+    """Print one line per layer, then the network; plain text when the output is no terminal."""
+    console = console or Screen()
+    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
+                  pad_edge=False)  # fmt: skip
+    table.add_column("layer", overflow="fold")
+    table.add_column("geometry", no_wrap=True)
+    for heading in ("lower", "upper", "LipBound"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    floor = sorted((row.bracket.upper for row in audit.layers), reverse=True)[:ROWS][-1:] or [0.0]
+    rows = [row for row in audit.layers if row.bracket.upper >= floor[0]][:ROWS]
+    for row in rows:
+        numbers = (row.bracket.lower, row.bracket.upper, row.lipbound)
+        cells = ["" if value is None else f"{value:.5g}" for value in numbers]
+        table.add_row(escape(row.name), geometry(row.layer), *cells)
+    longest = max((len(printable(row.name)) for row in rows), default=0)
+    console.show(table, folds=max(0, longest - 20))
+    if len(rows) < len(audit.layers):
+        left = len(audit.layers) - len(rows)
+        console.print(f"{left:,} layers with smaller upper ends are not shown; --json has them all")
+    for line in summary(audit):
+        console.print(escape(line))
+
+
+def summary(audit: Audit) -> list[str]:
+    """The network in a few sentences."""
+    lines = []
+    if audit.steps and audit.upper < math.inf:
+        lines.append(f"network: at most {audit.upper:.4g}, certified (10^{log10(audit.upper):.2f})")
+    elif audit.steps:
+        lines.append(f"network: unbounded here, because {audit.reason}")
+        part = audit.bounded_part
+        if part is not None:
+            place = f" ({part.module})" if part.module else ""
+            lines.append(f"bounded up to {part.name}{place}: at most {part.lipschitz:.4g}")
+    else:
+        lines.append(f"network: not bounded, {audit.reason}")
+    if audit.error > 0 and audit.upper < math.inf:
+        lines.append(
+            f"the network differs by at most {audit.error:.2g} from a function with this constant; "
+            f"certify takes that into account"
+        )
+    if audit.note:
+        lines.append(audit.note)
+    if audit.lower > 0:
+        lines.append(f"at least {audit.lower:.4g}: the largest Jacobian norm found")
+    lines.append(
+        f"product of the layers alone: {audit.product:.4g} (10^{log10(audit.product):.2f})"
+    )
+    return lines
+
+
+def audit_json(audit: Audit, title: str) -> str:
+    """The audit as JSON; what is infinite is ``null``."""
+    record = {
+        "source": title,
+        "lipbound": __version__,
+        "input_shape": audit.input_shape,
+        "upper": _finite(audit.upper),
+        "error": _finite(audit.error),
+        "lower": audit.lower,
+        "product": _finite(audit.product),
+        "reason": audit.reason,
+        "note": audit.note,
+        "layers": [
+            {
+                "name": row.name,
+                "geometry": geometry(row.layer),
+                "lower": row.bracket.lower,
+                "upper": row.bracket.upper,
+                "frequency": row.bracket.frequency,
+                "lipbound": row.lipbound,
+            }
+            for row in audit.layers
+        ],
+        "steps": [
+            {**vars(step), "lipschitz": _finite(step.lipschitz), "gain": _finite(step.gain)}
+            for step in audit.steps
+        ],
+    }
+    return json.dumps(record, indent=1)
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def log10(number: float) -> float:
+    """For display; −∞ for 0."""
+    return math.log10(number) if number > 0 else -math.inf
+
+
+def geometry(layer: Any) -> str:
+    """A layer in a few characters: ``16→32 3×3``, ``/2`` stride, ``·2`` dilation, ``g4`` groups."""
+    if isinstance(layer, nn.Linear):
+        return f"{layer.in_features}→{layer.out_features} linear"
+    if not isinstance(layer, _ConvNd | Convolution):
+        return type(layer).__name__
+    layer = convolution(layer)
+    size = layer.kernel.shape[2:]
+    parts = [f"{layer.in_channels}→{layer.out_channels}", "×".join(map(str, size))]
+    for mark, values in (("/", layer.stride), ("·", layer.dilation)):
+        if any(value != 1 for value in values):
+            parts.append(mark + "×".join(map(str, sorted(set(values)))))
+    if layer.groups > 1:
+        parts.append(f"g{layer.groups}")
+    if layer.transposed:
+        parts.append("transposed")
+    if layer.padding_mode != "zeros":
+        parts.append(layer.padding_mode)
+    return " ".join(parts)

@@ -1,0 +1,1 @@
+"""Attacks, and what a network is worth under them."""

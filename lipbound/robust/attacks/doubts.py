@@ -1,0 +1,200 @@
+"""Signs that an attack failed rather than that the network resisted (Carlini et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipbound.robust.attacks.balls import BALLS
+from lipbound.robust.attacks.pgd import Found, ascent, cross_entropy, margin, pgd, random_search
+from lipbound.robust.attacks.pgd_restarts import strongest_pgd
+from lipbound.robust.attacks.plan import Plan
+from lipbound.robust.attacks.recheck import Examples, valid, verified
+
+
+def better(one: Tensor, other: Tensor) -> bool:
+    """Whether the first attack breaks more of the same images, beyond chance (one-sided 5 %)."""
+    only, others = int((one & ~other).sum()), int((other & ~one).sum())
+    return only - others > max(1.0, 1.645 * math.sqrt(only + others))
+
+
+@dataclass
+class Case:
+    """Some images of an evaluation, and what was noticed.
+
+    Attributes:
+        model: In eval mode.
+        on: The images.
+        plan: Of the evaluation.
+        found: What its attacks found for these images.
+        surrogate: Another network for the same images.
+        evidence: What the doubts rest on, by name.
+        said: The doubts.
+    """
+
+    model: nn.Module
+    on: Examples
+    plan: Plan
+    found: dict[str, Found]
+    surrogate: nn.Module | None
+    evidence: dict[str, Any] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    _broken: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    def note(self, name: str, broken: Tensor) -> Tensor:
+        """Keep the accuracy that is left as evidence."""
+        self.evidence[name] = share(broken)
+        return broken
+
+    def looked(self, attacked: Tensor) -> Tensor:
+        """Whether images are broken, on a second look."""
+        return verified(self.model, attacked, self.on.labels, self.plan.batch) | self.on.mistakes
+
+    def last(
+        self, iterations: int, radius: float | None = None, network: nn.Module | None = None
+    ) -> Tensor:
+        """Broken by the last iterate of plain PGD; computed once."""
+        radius = self.plan.radius if radius is None else radius
+        network = network or self.model
+        if (iterations, radius, network) not in self._broken:
+            attacked = pgd(
+                network, self.on.images, self.on.labels, radius=radius,
+                step=self.plan.step * radius, iterations=iterations, ball=self.plan.ball,
+            )  # fmt: skip
+            self._broken[iterations, radius, network] = self.looked(attacked)
+        return self._broken[iterations, radius, network]
+
+
+def share(broken: Tensor) -> float:
+    """The accuracy that is left."""
+    return 1 - float(broken.float().mean())
+
+
+def doubt(
+    model: nn.Module,
+    on: Examples,
+    plan: Plan,
+    found: dict[str, Found],
+    surrogate: nn.Module | None = None,
+) -> tuple[list[str], dict[str, Any]]:
+    """What casts doubt on an evaluation, and the evidence, on at most 200 images."""
+    few = slice(0, 200)
+    kept = {
+        name: Found(*(getattr(attack, f)[few] for f in vars(attack)))
+        for name, attack in found.items()
+    }
+    case = Case(model, on[few], plan, kept, surrogate)
+    case.evidence["images"] = len(case.on.images)
+    case.note("clean", case.on.mistakes)
+    for look in LOOKS:
+        look(case)
+    return case.said, case.evidence
+
+
+@torch.no_grad()
+def _deterministic(case: Case) -> None:
+    once, again = case.model(case.on.images), case.model(case.on.images)
+    same = torch.allclose(once, again, rtol=1e-4, atol=1e-5)
+    case.evidence["deterministic"] = bool(same)
+    if not same:
+        case.said.append(
+            "the model answers the same images differently: average over its randomness"
+        )
+
+
+def _more_iterations(case: Case) -> None:
+    short, long = case.note("pgd_10", case.last(10)), case.note("pgd_50", case.last(50))
+    if better(short, long):
+        case.said.append(
+            f"more iterations help the defence: {share(short):.3f} after 10, "
+            f"{share(long):.3f} after 50"
+        )
+
+
+def _rivals(case: Case) -> None:
+    """Other attacks should not do better than the ones that were run."""
+    plan, x, y = case.plan, case.on.images, case.on.labels
+    own: dict[str, Tensor] = {
+        name: valid(case.model, case.found[name], case.on, plan.ball, plan.radius, plan.batch)
+        for name in ("pgd", "autoattack")
+        if name in case.found
+    }
+    short, longer = case.last(50), case.note("pgd_250", case.last(250))
+    case.note("white_box", torch.stack([short, *own.values()]).any(0))
+    blind = random_search(
+        case.model, x, y, radius=plan.radius, ball=plan.ball, seed=plan.seed
+    ).images
+    margins = strongest_pgd(
+        case.model, x, y, radius=plan.radius, step=plan.step * plan.radius, iterations=50,
+        ball=plan.ball, loss="margin", seed=plan.seed,
+    ).images  # fmt: skip
+    rivals = {
+        "pgd_50": ("plain PGD with 50 iterations does better", short),
+        "pgd_250": ("plain PGD with 250 iterations does better", longer),
+        "random_search": ("an attack without gradients does better", case.looked(blind)),
+        "margin": ("the margin's gradient does better", case.looked(margins)),
+    }
+    if case.surrogate is not None:
+        moved = case.last(50, network=case.surrogate)
+        rivals["transfer"] = ("images made for another network do better", moved)
+    if "autoattack" in own:
+        rivals["autoattack"] = ("AutoAttack does better", own["autoattack"])
+    reached_by = own or {"pgd_50": short}
+    for name, (text, broken) in rivals.items():
+        case.note(name, broken)
+        for mine, reached in reached_by.items():
+            if better(broken, reached):
+                case.said.append(f"{text} ({share(broken):.3f}) than {mine} ({share(reached):.3f})")
+
+
+def _large_radii(case: Case) -> None:
+    limit = 1.0 if case.plan.ball == "linf" else math.sqrt(case.on.images[0].numel())
+    radii = (case.plan.radius, limit / 4, limit / 2, limit)
+    curve = {f"{r:.4f}": share(case.last(20, r)) for r in radii}
+    case.evidence["against_radius"] = curve
+    least = min(curve.values())
+    if least > max(0.1 * case.evidence["clean"], 1.5 / len(case.on.images)):
+        case.said.append(f"accuracy stays at {least:.3f} however large the perturbation")
+
+
+def _gradients(case: Case) -> None:
+    attacked = case.on.images.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = cross_entropy(case.model(attacked), case.on.labels).sum()
+        (gradient,) = torch.autograd.grad(loss, attacked)
+    sizes = gradient.flatten(1).abs().amax(1)
+    case.evidence["images_without_gradient"] = zero = float((sizes < 1e-10).float().mean())
+    if zero > 0.05:
+        case.said.append(f"{100 * zero:.0f} % of the images have no gradient at all: it is masked")
+    if not bool(gradient.isfinite().all()):
+        case.said.append("gradients are not all numbers: the attack cannot follow them")
+
+
+@torch.no_grad()
+def _promise(case: Case) -> None:
+    """The margin's change along its gradient, as part of what the gradient says; the median.
+
+    Of images that have a gradient; 1 if none has.
+    """
+    _, before, gradient = ascent(case.model, case.on.images, case.on.labels, margin)
+    change = case.plan.radius / 10 * BALLS[case.plan.ball].ascend(gradient)
+    promised = (gradient * change).flatten(1).sum(1)
+    ratio = (margin(case.model(case.on.images + change), case.on.labels) - before) / promised
+    ratio = ratio[(promised > 0) & promised.isfinite()].nan_to_num(0.0, 0.0, 0.0)
+    case.evidence["promise_kept"] = kept = float(ratio.median()) if len(ratio) else 1.0
+    if kept < 0.4:
+        case.said.append(
+            f"over a tenth of the radius the margin changes by {100 * kept:.0f} % of what "
+            f"its gradient promises: the gradient is of something finer"
+        )
+
+
+LOOKS: tuple[Callable[[Case], None], ...] = (
+    _deterministic, _more_iterations, _large_radii, _gradients, _promise, _rivals,
+)  # fmt: skip
+"""What is looked at, one after the other."""

@@ -1,0 +1,222 @@
+"""Labelled images by name: small sets as bytes in memory (on the device), large ones streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lipbound.robust.data.image_folder import Streamed
+from lipbound.robust.data.parsers import Bytes, files, idx, pickled, rows
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Split(Protocol):
+    """Images of one kind; indices choose among them."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Images as uint8 ``(batch, channels, height, width)``, and labels; no augmentation."""
+
+    def stream(
+        self, batches: Sequence[Tensor], seed: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """One pair for each tensor of indices; a streamed split augments by itself, by the seed."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Images held as bytes.
+
+    Attributes:
+        images: uint8, ``(count, channels, height, width)``.
+        labels: int64.
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        indices = indices.to(self.labels.device)
+        return self.images[indices], self.labels[indices]
+
+    def stream(
+        self, batches: Sequence[Tensor], seed: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.load(indices) for indices in batches)
+
+    def to(self, device: torch.device) -> Memory:
+        return Memory(self.images.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set.
+
+    Attributes:
+        train: Its training images.
+        test: Its test images.
+        classes: How many there are.
+        mean: Of the training pixels in [0, 1], per channel.
+        std: Their deviation.
+        crop: Pixels of padding for random crops; 0 for none.
+        flip: Whether mirror images mean the same.
+    """
+
+    train: Split
+    test: Split
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop: int = 0
+    flip: bool = False
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.test.load(torch.zeros(1, dtype=torch.int64))[0].shape[1:])
+
+
+def in_memory(
+    train: tuple[Bytes, NDArray[Any]], test: tuple[Bytes, NDArray[Any]], **options: Any
+) -> Data:
+    """From arrays ``(count, height, width, channels)`` and labels."""
+    splits: list[Memory] = []
+    for images, labels in (train, test):
+        if len(images) != len(labels):
+            raise ValueError(f"{len(images)} images but {len(labels)} labels; the files disagree")
+        pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+        splits.append(Memory(pixels, torch.from_numpy(labels.astype(np.int64))))
+    counts = np.stack([np.bincount(c.ravel(), minlength=256) for c in np.moveaxis(train[0], 3, 0)])
+    levels = np.arange(256) / 255
+    mean = counts @ levels / counts.sum(1)
+    deviation = np.sqrt(np.maximum(counts @ levels**2 / counts.sum(1) - mean**2, 1e-12))
+    classes = int(max(train[1].max(), test[1].max())) + 1
+    statistics = tuple(mean.tolist()), tuple(deviation.tolist())
+    return Data(splits[0], splits[1], classes, *statistics, **options)
+
+
+def moves(count: int, crop: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """How to move each of ``count`` images: shifts ``(2, count)``, and which to mirror."""
+    shifts = torch.randint(0, 2 * crop + 1, (2, count), generator=generator)
+    return shifts, torch.rand(count, generator=generator) < 0.5
+
+
+def moved(images: Tensor, shifts: Tensor, mirrored: Tensor | None, crop: int) -> Tensor:
+    """Cut a window out of each image, padded by ``crop`` zeros; mirror the marked ones."""
+    count, channels, height, width = images.shape
+    device = images.device
+    if crop:
+        padded = torch.nn.functional.pad(images, (crop,) * 4)
+        shifts = shifts.to(device, non_blocking=True)
+        rows = shifts[0][:, None] + torch.arange(height, device=device)  # (count, height)
+        columns = shifts[1][:, None] + torch.arange(width, device=device)
+        which = torch.arange(count, device=device)[:, None, None, None]
+        channel = torch.arange(channels, device=device)[:, None, None]
+        images = padded[which, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    if mirrored is not None:
+        chosen = mirrored.to(device, non_blocking=True)[:, None, None, None]
+        images = torch.where(chosen, images.flip(3), images)
+    return images
+
+
+def digits(folder: Path | None = None) -> Data:
+    """Scikit-learn's 1,797 digits of 8×8 pixels; every fifth is a test image."""
+    if folder is not None:
+        raise ValueError(
+            f"the digits come with scikit-learn and are not read from {folder}; leave out the "
+            f"folder, or name the data that lies there"
+        )
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError("the digits come with: pip install 'lipbound[digits]'") from None
+    found = load_digits()
+    images = np.round(found.images * (255 / 16)).astype(np.uint8)[..., None]
+    test = np.arange(len(images)) % 5 == 4
+    labels = found.target
+    return in_memory((images[~test], labels[~test]), (images[test], labels[test]))
+
+
+def cifar10(folder: Path | None = None) -> Data:
+    """CIFAR-10 from the files torchvision unpacks, the binary ones, or either archive."""
+    train = [f"data_batch_{i}" for i in range(1, 6)]
+    return _cifar(folder, "cifar-10", "batches-py", "batches-bin", train, ["test_batch"])
+
+
+def cifar100(folder: Path | None = None) -> Data:
+    """CIFAR-100 with its fine labels, from the same kinds of files."""
+    return _cifar(folder, "cifar-100", "python", "binary", ["train"], ["test"])
+
+
+def _cifar(
+    folder: Path | None, name: str, python: str, binary: str, train: list[str], test: list[str]
+) -> Data:
+    root = _folder(folder, f"{name}-python.tar.gz or the folder it unpacks to")
+    skip = 1 if name == "cifar-10" else 2  # label bytes of a binary record; the last is the label
+    kinds: list[tuple[str, str, str, Callable[[bytes], tuple[Bytes, NDArray[Any]]]]] = [
+        (f"{name}-{python}", f"{name}-python.tar.gz", "", pickled),
+        (f"{name}-{binary}", f"{name}-binary.tar.gz", ".bin", lambda raw: rows(raw, skip)),
+    ]
+    for inside, archive, ending, parse in kinds:
+        names = [f"{n}{ending}" for n in (*train, *test)]
+        found = files(root, inside, archive, names)
+        if found is not None:
+            parts = [parse(found[n]) for n in names]
+            images = [p[0].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1) for p in parts]
+            labels = [p[1] for p in parts]
+            cut = len(train)
+            return in_memory(
+                (np.concatenate(images[:cut]), np.concatenate(labels[:cut])),
+                (np.concatenate(images[cut:]), np.concatenate(labels[cut:])),
+                crop=4, flip=True,
+            )  # fmt: skip
+    raise ValueError(
+        f"no {name} in {str(root)!r}: it should hold {name}-{python}, {name}-{binary} or one of "
+        f"the archives {name}-python.tar.gz, {name}-binary.tar.gz"
+    )
+
+
+def fashion_mnist(folder: Path | None = None) -> Data:
+    """Fashion-MNIST (or MNIST) from idx files, compressed or not; Debian's package by default."""
+    debian = Path("/usr/share/datasets/fashion-mnist")
+    root = _folder(folder or (debian if debian.is_dir() else None), "train-images-idx3-ubyte.gz")
+    for inside in ("", "FashionMNIST/raw", "raw"):  # where torchvision puts them
+        if list((root / inside).glob("train-images-idx3-ubyte*")):
+            root = root / inside
+    parts = [
+        idx(root / f"{kind}-{what}")
+        for kind in ("train", "t10k")
+        for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    ]
+    train, test = (parts[0][..., None], parts[1]), (parts[2][..., None], parts[3])
+    return in_memory(train, test, crop=2, flip=True)
+
+
+def _folder(folder: Path | None, what: str) -> Path:
+    if folder is None:
+        raise ValueError(f"this data needs --folder, where {what} lies")
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}")
+    return folder
+
+
+def folder(folder: Path | None = None) -> Data:
+    """ImageNet, Imagenette: ``train`` and ``val`` (or ``test``) with one folder per class."""
+    root = _folder(folder, "train/CLASS/*.jpg and val/CLASS/*.jpg")
+    test = next((root / n for n in ("val", "test") if (root / n).is_dir()), None)
+    if test is None or not (root / "train").is_dir():
+        raise ValueError(f"{str(root)!r} has no train and val folders")
+    classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
+    train = Streamed(root / "train", classes)
+    return Data(train, Streamed(test, classes), len(classes), IMAGENET_MEAN, IMAGENET_STD)

@@ -1,0 +1,42 @@
+"""Networks for images, by name in ``MODELS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from lipbound.robust.models.digits import DigitsNet, SmallCNN
+from lipbound.robust.models.normalization import Normalize, normalized
+from lipbound.robust.models.resnet import ImageNetResNet, ResNet
+from lipbound.robust.models.wide_resnet import PreActResNet18, WideResNet
+
+__all__ = [
+    "MODELS",
+    "DigitsNet",
+    "ImageNetResNet",
+    "Normalize",
+    "PreActResNet18",
+    "ResNet",
+    "SmallCNN",
+    "WideResNet",
+    "normalized",
+]
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "cnn": SmallCNN,
+    "cnn-plain": partial(SmallCNN, batchnorm=False),
+    "resnet20": partial(ResNet, 20),
+    "resnet32": partial(ResNet, 32),
+    "resnet44": partial(ResNet, 44),
+    "resnet56": partial(ResNet, 56),
+    "preact-resnet18": PreActResNet18,
+    "resnet50": partial(ImageNetResNet, (3, 4, 6, 3)),
+    "resnet101": ImageNetResNet,
+    "wrn-10-1": partial(WideResNet, 10, 1),
+    "wrn-16-4": partial(WideResNet, 16, 4),
+    "wrn-28-4": partial(WideResNet, 28, 4),
+    "wrn-28-10": partial(WideResNet, 28, 10),
+}
+"""Name → constructor, which takes ``classes`` and ``inputs`` (the image's channels)."""

@@ -1,0 +1,86 @@
+"""Which images a step sees, and how: a function of the seed and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lipbound.robust.attacks.balls import BALLS
+from lipbound.robust.data.sets import Data, Memory, Split, moved, moves
+from lipbound.robust.training.distributed import Team
+from lipbound.robust.training.settings import Settings
+
+ORDER, MOVES, START, CHECK = range(4)  # what a random number is for
+
+
+class Feed:
+    """The training images, those held out, and everything that is drawn about them.
+
+    Args:
+        chosen: What to do.
+        data: On what.
+        who: This process among others; it gets its part of every batch.
+    """
+
+    def __init__(self, chosen: Settings, data: Data, who: Team):
+        if chosen.batch % who.size:
+            raise ValueError(f"batch={chosen.batch} does not divide among {who.size} processes")
+        self.chosen, self.data, self.who = chosen, data, who
+        count = min(len(data.train), chosen.first or len(data.train))
+        held = round(chosen.held_out * count)
+        order = torch.randperm(count, generator=self._draw(CHECK, 0))
+        self.held, self.kept = order[:held], order[held:].sort().values
+        self.per_epoch = len(self.kept) // chosen.batch
+        if self.per_epoch == 0:
+            raise ValueError(f"batch={chosen.batch} is more than the {len(self.kept)} images")
+        self.train: Split = data.train
+        if isinstance(data.train, Memory):
+            self.train = data.train.to(who.device)
+        self._coming: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This process's part of the step's images, moved at random, as pixels on the device.
+
+        Steps are asked for one after the other.
+        """
+        chosen, mine = self.chosen, self.who.mine(self.chosen.batch)
+        epoch, place = divmod(step, self.per_epoch)
+        if self._coming is None or place == 0:
+            order = torch.randperm(len(self.kept), generator=self._draw(ORDER, epoch))
+            order = self.kept[order][: self.per_epoch * chosen.batch]
+            parts = [part[mine] for part in order.split(chosen.batch)[place:]]
+            seed = self._seed(MOVES, epoch) if chosen.augment else None
+            self._coming = self.train.stream(parts, seed)
+        images, labels = next(self._coming)
+        images = images.to(self.who.device, non_blocking=True)
+        if chosen.augment and (self.data.crop or self.data.flip):
+            shifts, mirrored = moves(chosen.batch, self.data.crop, self._draw(MOVES, step))
+            flips = mirrored[mine] if self.data.flip else None
+            images = moved(images, shifts[:, mine], flips, self.data.crop)
+        return self.pixels(images, labels)
+
+    def pixels(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """In [0, 1], on the device."""
+        device = self.who.device
+        pixels = images.to(device, non_blocking=True).float() / 255
+        if device.type == "cuda":
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        return pixels, labels.to(device, non_blocking=True)
+
+    def start(self, images: Tensor, step: int, place: int | None = None) -> Tensor:
+        """Where an attack on these images begins: of a training step, or of a check at a place."""
+        draw = torch.Generator(self.who.device)
+        draw.manual_seed(self._seed(START, step) if place is None else self._seed(CHECK, 1 + place))
+        # Drawn for the whole batch: in training it does not matter how many share it.
+        like = images[:1].expand(len(images) * self.who.size, -1, -1, -1)
+        like = torch.empty_like(like, memory_format=torch.contiguous_format)
+        ball = BALLS[self.chosen.ball]
+        return ball.sample(like, self.chosen.radius, draw)[self.who.mine(len(like))]
+
+    def _seed(self, purpose: int, index: int) -> int:
+        return ((self.chosen.seed * 4 + purpose) * 100_000_007 + index) % (1 << 62)
+
+    def _draw(self, purpose: int, index: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed(purpose, index))

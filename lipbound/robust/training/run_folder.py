@@ -1,0 +1,137 @@
+"""A run's folder: its settings, checkpoints, weights and records; one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+from weakref import WeakSet
+
+from torch import Tensor
+
+from lipbound.files import append, clean, read, read_json, rewrite, write
+from lipbound.robust.training import checkpoints
+from lipbound.robust.training.settings import filled
+
+_held: WeakSet[IO[str]] = WeakSet()
+
+
+def _let_go() -> None:
+    for file in list(_held):
+        file.close()
+
+
+# A process forked off (a worker that loads images) must not hold a lock after its parent's kill.
+os.register_at_fork(after_in_child=_let_go)
+
+
+def lock(path: Path) -> IO[str] | None:
+    """Lock a file as long as the result is open; nothing if another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    _held.add(file)
+    return file
+
+
+class RunFolder:
+    """Reads for every process of a run, writes for the first of them.
+
+    Args:
+        root: The folder.
+        writes: Whether this process writes.
+    """
+
+    def __init__(self, root: Path, writes: bool = True):
+        self.root, self.writes = root, writes
+        self.checkpoints = checkpoints.Folder(root / "checkpoints")
+        self.records = root / "records.jsonl"
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> RunFolder:
+        if self.writes:
+            try:
+                self._lock = lock(self.root / ".lock")
+            except OSError as error:
+                said = "it is a file, name a folder" if self.root.is_file() else error.strerror
+                raise OSError(f"cannot write in {str(self.root)!r}: {said}") from None
+            if self._lock is None:
+                raise ValueError(f"another run works in {str(self.root)!r}; choose another")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def open(
+        self, settings: dict[str, Any], resume: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+        """The state to go on from, if there is one.
+
+        Raises:
+            ValueError: If there is a run here and ``resume`` is not set, or it is another one.
+        """
+        path = self.root / "settings.json"
+        there = path.exists() or bool(self.checkpoints.all())
+        if self.writes and there and not resume:
+            raise ValueError(
+                f"{str(self.root)!r} holds a run already; --resume to go on, or another --out"
+            )
+        if self.writes and path.exists():
+            stored = filled(read_json(path))
+            for name in {**stored, **settings}:
+                mine, theirs = settings.get(name), stored.get(name)
+                if mine != theirs:
+                    raise ValueError(
+                        f"{str(self.root)!r} holds another run: its {name} is {theirs!r}, "
+                        f"not {mine!r}; give the same settings, or another --out"
+                    )
+        elif self.writes:
+            write(path, json.dumps(settings, indent=1).encode())
+        if self.writes:
+            clean(self.root)
+        return self.checkpoints.newest(settings)
+
+    def cut_records(self, step: int, due: bool = False) -> None:
+        """Drop records that will be made again, this step's too if it is ``due``.
+
+        A line that a kill cut off goes with them.
+        """
+        if self.writes and self.records.exists():
+            kept = [r for r in read(self.records) if r.get("step", 0) <= step - due]
+            rewrite(self.records, kept)
+
+    def record(self, record: dict[str, Any]) -> None:
+        if self.writes:
+            append(self.records, record)
+
+    def save(self, step: int, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        if self.writes:
+            self.checkpoints.save(step, tensors, about)
+
+    def weights(self, name: str, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        if self.writes:
+            checkpoints.save(self.root / f"{name}.safetensors", tensors, about)
+
+    def load_weights(self, name: str) -> dict[str, Tensor]:
+        return checkpoints.load(self.root / f"{name}.safetensors")[0]
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary, if the run is over."""
+        path = self.root / "summary.json"
+        return read_json(path) if path.exists() else None
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        if self.writes:
+            write(self.root / "summary.json", json.dumps(summary, indent=1).encode())

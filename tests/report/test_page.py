@@ -1,0 +1,114 @@
+"""The page: self-contained, safe with any name, and alive in a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from zoo import NETWORKS, UNBOUNDED
+
+from lipbound import audit, bracket, symbol
+from lipbound.network.audits import audit_weights
+from lipbound.network.portraits import portrait
+from lipbound.report.page import page
+
+pytest.importorskip("jinja2", reason="the page is a template")
+pytest.importorskip("matplotlib", reason="its pictures")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def test_is_one_file_with_every_layer():
+    build, shape = NETWORKS["plain"]
+    found = audit(build(), shape)
+    text = page(found, "plain")
+    for row in found.layers:
+        assert f">{row.name}</td>" in text
+    assert not re.findall(r'(?:src|href)="(?!data:)', text), "nothing is fetched"
+    assert text.count("data:image/png;base64,") == 2
+    assert len(text.encode()) < 2_000_000
+
+
+def test_names_are_escaped():
+    evil = "<script>alert(1)</script>\"'&"
+    text = page(audit_weights({evil: torch.randn(2, 2, 3, 3)}), evil)
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_refusals_are_on_the_page():
+    build, shape, reason = UNBOUNDED["squeeze and excitation"]
+    text = page(audit(build(), shape), "se")
+    assert text.count(f'class="reason">{"a " + reason}') <= 1
+    assert reason in text
+    assert "∞" in text
+
+
+def test_many_layers_stay_small(monkeypatch):
+    monkeypatch.setattr("lipbound.report.page.DRAWN", 8)
+    weights = {f"layer{i}": (1 + i) * torch.ones(1, 1, 3, 3) for i in range(1_200)}
+    found = audit_weights(weights, method="frobenius")
+    text = page(found, "many")
+    assert len(text.encode()) < 2_000_000
+    assert text.count("data:image/png") == 8
+    assert ">layer1199</td>" in text
+    assert ">layer199</td>" not in text
+    assert "200 more" in text
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, stride=2), nn.Conv1d(2, 3, 5), nn.Conv3d(2, 2, 3)],
+    ids=str,
+)
+def test_portraits_are_samples_of_the_symbol(layer):
+    found = bracket(layer)
+    shown = portrait(layer, found)
+    assert shown.heights.max() <= found.upper * (1 + 1e-5)
+    assert shown.heights.max() >= 0.95 * found.lower
+    assert shown.values[-1] == pytest.approx(shown.heights.max(), rel=1e-6)
+    dims = min(2, layer.weight.ndim - 2)
+    index = (3, 5)[:dims]
+    point = [shown.axis[i] for i in index] + list(found.frequency[dims:])
+    matrix = symbol(layer, torch.tensor([point], dtype=torch.float64)).detach()
+    assert shown.heights[index] == pytest.approx(
+        float(torch.linalg.matrix_norm(matrix, 2)), rel=1e-4
+    )
+    if layer.weight.ndim < 5:
+        np.testing.assert_allclose(shown.heights, np.flip(shown.heights), rtol=1e-4)
+    assert portrait(nn.Conv2d(3, 3, 1), found) is None
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the page with")
+def test_sorting_and_selecting_in_a_browser(tmp_path):
+    build, shape = NETWORKS["resnet"]
+    found = audit(build(), shape, search=0)
+    path = tmp_path / "page.html"
+    script = """<script>
+      document.querySelector("#layers th:nth-child(5) button").click();
+      const rows = document.querySelectorAll("#layers tbody tr");
+      rows[1].dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", bubbles: true}));
+      document.body.dataset.top = [...rows].map(r => r.children[1].textContent).join(",");
+      document.body.dataset.shown = document.querySelector("#detail h3").textContent;
+    </script>"""
+    text = page(found, "resnet").replace("</body>", script + "</body>")
+    code = script.removeprefix("<script>").removesuffix("</script>")
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    # The page's policy lets no other script run: name this one in it.
+    path.write_text(text.replace("script-src ", f"script-src 'sha256-{digest}' ", 1))
+    run = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         "--enable-logging=stderr", path.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in run.stderr
+    order = re.search(r'data-top="([^"]*)"', run.stdout).group(1).split(",")
+    by_upper = sorted(found.layers, key=lambda row: -row.bracket.upper)
+    assert order == [row.name for row in by_upper]
+    assert re.search(r'data-shown="([^"]*)"', run.stdout).group(1) == order[1]

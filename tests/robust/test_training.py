@@ -1,0 +1,514 @@
+"""Training: it learns, stops and goes on exactly, alone or in company, and leaves nothing torn."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SMALL, blobs, chosen, equal
+
+from lipbound import bound
+from lipbound.files import read
+from lipbound.robust.data.sets import digits
+from lipbound.robust.training import checkpoints
+from lipbound.robust.training.distributed import Team
+from lipbound.robust.training.loop import _signals, train
+from lipbound.robust.training.run import Run
+from lipbound.robust.training.settings import ARMS, as_dict, settings
+from lipbound.robust.training.trained import load_model
+from lipbound.robust.training.weight_perturbation import perturbed
+
+SAID = "Stopping after this step. Press Ctrl-C again to stop immediately."
+EXACT = {
+    **{arm: {"arm": arm} for arm in ARMS},
+    "ema, dropout": {"model": "wrn-10-1", "ema": 0.9, "dropout": 0.3, "arm": "at"},
+    "awp": {"model": "wrn-10-1", "awp": 0.01, "arm": "at+spectral"},
+    "folded, floor": {"batchnorm": "folded", "floor": 1.0, "attack_mode": "train"},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, name):
+    wanted = chosen(**EXACT[name])
+    data = blobs(channels=3)
+    whole = train(wanted, data, tmp_path / "whole", device="cpu")
+    part = train(wanted, data, tmp_path / "part", device="cpu", time_limit=0)
+    assert part["stopped"] == "time limit"
+    run = Run(wanted, data, Team(torch.device("cpu")))
+    for _ in range(run.feed.per_epoch + 2):  # into the second epoch
+        run.advance()
+    folder = checkpoints.Folder(tmp_path / "part" / "checkpoints")
+    folder.save(run.step, *run.state())
+    again = train(wanted, data, tmp_path / "part", device="cpu", resume=True)
+    for file in ("final", f"checkpoints/step-{whole['steps']:08}"):
+        assert equal(*(tmp_path / d / f"{file}.safetensors" for d in ("whole", "part")))
+    assert again["final"] == whole["final"]
+    assert train(wanted, data, tmp_path / "part", resume=True) == again, "a finished run is told"
+
+
+def test_penalty_state_goes_on_too():
+    data = blobs(channels=3)
+    for arm in ("at+pm", "at+spectral"):
+        run = Run(chosen(arm), data, Team(torch.device("cpu")))
+        run.advance()
+        state = run.penalty.state_dict()
+        assert state
+        other = Run(chosen(arm), data, Team(torch.device("cpu")))
+        other.load(run.state()[0], {**run.state()[1], "step": 1})
+        with torch.no_grad():
+            assert other.penalty() == run.penalty()
+
+
+WORKER = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from helpers import blobs, chosen
+from lipbound.robust.training.loop import train
+train(chosen({arm!r}, **{changes!r}), blobs(channels=3), Path({out!r}), resume=True, device="cpu",
+      save_every={save})
+"""
+
+
+def worker(tmp_path, out: Path, arm: str = "at+lipreg", save: int = 2, **changes) -> Path:
+    path = tmp_path / f"{out.name}.py"
+    tests = str(Path(__file__).parents[1])
+    path.write_text(WORKER.format(tests=tests, arm=arm, out=str(out), save=save, changes=changes))
+    return path
+
+
+def test_killed_and_resumed(tmp_path):
+    script = worker(tmp_path, tmp_path / "killed", epochs=5)
+    process = subprocess.Popen([sys.executable, str(script)])
+    saved = tmp_path / "killed" / "checkpoints"
+    while len(list(saved.glob("step-*"))) < 2:  # it has begun to write
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    subprocess.run([sys.executable, str(script)], check=True)
+    whole = worker(tmp_path, tmp_path / "whole", epochs=5)
+    subprocess.run([sys.executable, str(whole)], check=True)
+    assert equal(*(tmp_path / d / "final.safetensors" for d in ("killed", "whole")))
+    drop = ("seconds", "step_ms")
+    one, other = (
+        [
+            {k: v for k, v in r.items() if k not in drop}
+            for r in read(tmp_path / d / "records.jsonl")
+        ]
+        for d in ("killed", "whole")
+    )
+    assert one == other
+    assert len(one) == 5
+
+
+def torchrun(script: Path, count: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count),
+            "--master-port", str(20000 + os.getpid() % 20000), str(script)]  # fmt: skip
+
+
+def test_two_processes_are_one(tmp_path):
+    options = {"model": "cnn-plain", "lr": 0.05, "awp": 0.05}
+    for count, name in ((1, "one"), (2, "two")):
+        script = worker(tmp_path, tmp_path / name, save=0, **options)
+        run = [sys.executable, str(script)] if count == 1 else torchrun(script, count)
+        subprocess.run(run, check=True, capture_output=True, timeout=120)
+    one, two = (read(tmp_path / d / "records.jsonl") for d in ("one", "two"))
+    for mine, yours in zip(one, two, strict=True):
+        for key in ("loss", "penalty", "log10_product", "train_accuracy"):
+            assert mine[key] == pytest.approx(yours[key], rel=1e-4, abs=1e-5)
+    mine, yours = (checkpoints.load(tmp_path / d / "final.safetensors")[0] for d in ("one", "two"))
+    for name in mine:
+        torch.testing.assert_close(mine[name], yours[name], rtol=1e-3, atol=1e-4)
+
+
+TOGETHER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from helpers import blobs, chosen
+from lipbound.robust.training.distributed import team
+from lipbound.robust.training.run import Run
+from torch import distributed as dist
+with team("cpu") as who:
+    wanted = chosen("at+lipreg", ema=0.5, awp=0.05, batchnorm={batchnorm!r})
+    run = Run(wanted, blobs(channels=3), who)
+    for step in range(6):
+        run.advance()
+        if step == 2:
+            tensors, about = run.state()
+            tensors = {{k: t.clone() for k, t in tensors.items()}}
+    again = Run(wanted, blobs(channels=3), who)
+    again.load(tensors, {{**about, "step": 3}})
+    for _ in range(3):
+        again.advance()
+    for model in (run.model, run.average):
+        for tensor in model.state_dict().values():
+            first = tensor.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, tensor), "the processes hold different networks"
+    for one, other in zip(run.model.state_dict().values(), again.model.state_dict().values()):
+        assert torch.equal(one, other), "a resumed run went another way"
+# A thread of gloo's that outlives the team may abort the process when the interpreter ends.
+left = [name.read_text() for name in Path("/proc/self/task").glob("*/comm")]
+assert not any("gloo" in name for name in left), left
+"""
+
+
+def test_processes_hold_one_network_with_batchnorm_too(tmp_path):
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER.format(tests=str(Path(__file__).parents[1]), batchnorm="folded"))
+    done = subprocess.run(torchrun(script, 2), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_one_of_two_dies(tmp_path):
+    script = worker(tmp_path, tmp_path / "run", epochs=10_000)
+    process = subprocess.Popen(
+        torchrun(script, 2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    saved = tmp_path / "run" / "checkpoints"
+    while len(list(saved.glob("step-*"))) < 2:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    assert process.wait(timeout=120) != 0
+    process.stdout.close()
+    tensors, about, wrong = checkpoints.Folder(saved).newest()
+    assert tensors
+    assert about["step"] > 0
+    assert not wrong
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_background_job_that_ignores_an_interruption_goes_on_ignoring_it(ignored):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    heard: list[str] = []
+    try:
+        with _signals(heard.append) as stop:
+            signal.raise_signal(signal.SIGINT)
+        assert stop == ([] if ignored else ["interrupted"])
+        assert heard == ([] if ignored else [SAID])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_asked_to_stop(tmp_path):
+    script = worker(tmp_path, tmp_path / "run", epochs=10_000, save=0)
+    process = subprocess.Popen([sys.executable, str(script)])
+    while not (tmp_path / "run" / "records.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    state = checkpoints.Folder(tmp_path / "run" / "checkpoints").newest()
+    assert state is not None
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    wanted, data = chosen("baseline"), blobs()
+    whole = train(wanted, data, tmp_path / "run", device="cpu")
+    (tmp_path / "run" / "summary.json").unlink()
+    paths = checkpoints.Folder(tmp_path / "run" / "checkpoints").all()
+    good = paths[-1].read_bytes()
+
+    heard: list[str] = []
+
+    class Ear:
+        def step(self, *_):
+            pass
+
+        epoch = step
+
+        def say(self, text):
+            heard.append(text)
+
+    flipped = bytearray(good)
+    flipped[-3] ^= 1
+    record = good.replace(b'\\"step\\": ', b'\\"stop\\": ', 1)
+    assert record != good
+    train(chosen("baseline", seed=9), data, tmp_path / "other", device="cpu")
+    foreign = (tmp_path / "other" / "checkpoints" / paths[-1].name).read_bytes()
+    for bad in (good[:1000], b"", bytes(flipped), record, foreign, b"not a checkpoint"):
+        paths[-1].write_bytes(bad)
+        heard.clear()
+        again = train(wanted, data, tmp_path / "run", device="cpu", resume=True, watcher=Ear())
+        assert again["final"] == whole["final"]
+        assert len(heard) == 1
+        assert paths[-1].name in heard[0]
+        (tmp_path / "run" / "summary.json").unlink()
+    for path in paths:
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no good checkpoint"):
+        train(wanted, data, tmp_path / "run", device="cpu", resume=True)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    folder = checkpoints.Folder(tmp_path)
+    folder.save(1, {"a": torch.ones(3)}, {})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device; what was there before stays"):
+        folder.save(2, {"a": torch.zeros(3)}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.safetensors"]
+    assert torch.equal(folder.newest()[0]["a"], torch.ones(3))
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    wanted, data = chosen("baseline", epochs=1), blobs()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot write in"):
+        train(wanted, data, tmp_path / "file" / "run", device="cpu")
+    train(wanted, data, tmp_path / "run", device="cpu")
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(wanted, data, tmp_path / "run", device="cpu")
+    with pytest.raises(ValueError, match="its epochs is 1, not 2"):
+        train(chosen("baseline", epochs=2), data, tmp_path / "run", device="cpu", resume=True)
+    from lipbound.robust.training.run_folder import RunFolder
+
+    (tmp_path / "run" / "settings.json").unlink()
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(wanted, data, tmp_path / "run", device="cpu")
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(as_dict(wanted)))
+    with RunFolder(tmp_path / "run"), pytest.raises(ValueError, match="another run works in"):
+        train(wanted, data, tmp_path / "run", device="cpu", resume=True)
+
+
+def test_checkpoints_keep_every_kind_of_tensor(tmp_path):
+    tensors = {"half": torch.randn(3).bfloat16(), "scalar": torch.tensor(2), "none": torch.zeros(0)}
+    checkpoints.save(tmp_path / "x.safetensors", tensors, {"note": "ü"})
+    found, about = checkpoints.load(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[k], tensors[k]) for k in tensors)
+    assert about["note"] == "ü"
+
+
+def test_weights_build_their_network(tmp_path):
+    data = blobs(channels=3)
+    summary = train(chosen("at"), data, tmp_path, device="cpu")
+    model, shape = load_model(tmp_path / "best.safetensors")
+    assert shape == (3, 8, 8)
+    images, labels = data.test.load(torch.arange(len(data.test)))
+    right = (model(images.float() / 255).argmax(1) == labels).float().mean()
+    assert float(right) == pytest.approx(summary["best"]["test_accuracy"], abs=1e-6)
+    with pytest.raises(ValueError, match="is a checkpoint"):
+        load_model(next((tmp_path / "checkpoints").glob("step-*")))
+
+
+def test_the_product_falls_while_the_network_learns(tmp_path):
+    data = blobs(400, channels=3)
+    options = {"epochs": 12, "model": "cnn-plain", "lr": 0.05, "radius": 0.03}
+    plain = train(chosen("at", **options), data, tmp_path / "plain", device="cpu")
+    held = train(
+        chosen("at+lipreg", penalty_weight=0.1, **options), data, tmp_path / "held", device="cpu"
+    )
+    assert held["final"]["log10_product"] < plain["final"]["log10_product"] - 0.3
+    products = [r["log10_product"] for r in read(tmp_path / "held" / "records.jsonl")]
+    assert products[-1] < max(products)
+    assert held["final"]["test_accuracy"] > 0.9
+
+
+def test_each_convolution_feels_the_same_pull():
+    """⟨θ, ∇ log bound⟩ = 1 by homogeneity: λ2 for every convolution, whatever its size."""
+    data = blobs(channels=3)
+    run = Run(chosen("at+lipreg", penalty_weight=0.3), data, Team(torch.device("cpu")))
+    run.penalty.add_grad_()
+    for factor in run.penalty.factors:
+        weight = factor.layer.weight
+        if weight.ndim == 4:
+            assert float((weight.grad * weight).sum().detach()) == pytest.approx(0.3, rel=1e-4)
+
+
+def test_the_log_collapses_without_batchnorm_and_the_floor_does_not(tmp_path):
+    """log bound has no minimum: at λ2 = 0.12 its pull beats that of a loss that learns slowly."""
+    pytest.importorskip("sklearn", reason="scikit-learn's digits")
+    norms, accuracy = {}, {}
+    for floor in (0.0, 1.0):
+        wanted = settings(
+            "at+lipreg", "digits", model="cnn-plain", penalty_weight=0.12, floor=floor, lr=0.1,
+            attack=1, step=1.0, check=20, check_attack=1, epochs=8, batch=32,
+        )  # fmt: skip
+        found = train(wanted, digits(), tmp_path / str(floor), device="cpu")
+        model, _ = load_model(tmp_path / str(floor) / "final.safetensors")
+        layers = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+        norms[floor] = max(float(bound(layer).detach()) for layer in layers)
+        accuracy[floor] = found["final"]["test_accuracy"]
+    assert norms[0.0] < 0.2
+    assert accuracy[0.0] < 0.3
+    assert norms[1.0] > 1
+    assert accuracy[1.0] > 0.8
+
+
+def test_a_loss_that_explodes_is_said(tmp_path):
+    wanted = chosen("baseline", lr=1e12, model="cnn-plain", schedule="constant")
+    with pytest.raises(FloatingPointError, match="with less than lr=1e"):
+        train(wanted, blobs(), tmp_path, device="cpu", save_every=1)
+    for path in checkpoints.Folder(tmp_path / "checkpoints").all():
+        assert all(t.isfinite().all() for t in checkpoints.load(path)[0].values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "resnet19"}, "unknown model 'resnet19'"),
+        ({"batch": 1000}, "batch=1000 is more than"),
+        ({"dropout": 0.3}, "cnn takes no dropout"),
+        ({"sync_batchnorm": True}, "needs GPUs"),
+    ],
+)
+def test_wrong_runs_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(chosen("at", **changes), blobs(), tmp_path, device="cpu")
+
+
+def test_summary_and_settings_are_json(tmp_path):
+    summary = train(chosen("at", epochs=1), blobs(), tmp_path, device="cpu")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert json.loads((tmp_path / "settings.json").read_text())["epochs"] == 1
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_what_an_attack_does_to_batchnorm(mode):
+    run = Run(chosen("at", attack_mode=mode), blobs(channels=3), Team(torch.device("cpu")))
+    run.advance()
+    counts = {int(b) for n, b in run.model.named_buffers() if n.endswith("num_batches_tracked")}
+    assert counts == {1 if mode == "eval" else 1 + SMALL["attack"]}
+
+
+def test_averaged_weights(monkeypatch):
+    """Their BatchNorm statistics are those of the images as the average sees them."""
+    wanted = chosen("at", ema=0.75, model="wrn-10-1")
+    run = Run(wanted, blobs(channels=3), Team(torch.device("cpu")))
+    seen, attacked = [], run._attacked
+    monkeypatch.setattr(run, "_attacked", lambda *given: seen.append(attacked(*given)) or seen[-1])
+    twin = copy.deepcopy(run.average)
+    for step in range(1, 9):
+        run.advance()
+        with torch.no_grad():
+            for mine, new in zip(twin.parameters(), run.model.parameters(), strict=True):
+                mine.lerp_(new, 0.25)
+            if step % 4 == 0:
+                twin.train()(seen[-1])
+    for name, found in run.average.state_dict().items():
+        torch.testing.assert_close(found, twin.state_dict()[name])
+    moving = dict(run.model.named_buffers())
+    assert any(not torch.equal(b, moving[name]) for name, b in run.average.named_buffers())
+
+
+@pytest.mark.parametrize("awp", [0.0, 0.1])
+def test_a_step_is_sgd_on_loss_and_penalty(awp):
+    """One step by hand: attack, perturbed weights, smoothed loss, decay, penalty, momentum."""
+    wanted = chosen(label_smoothing=0.1, weight_decay=0.01, penalty_weight=0.2, awp=awp)
+    data = blobs(channels=3)
+    run, other = (Run(wanted, data, Team(torch.device("cpu"))) for _ in range(2))
+    images, labels = other.feed.batch(0)
+    images = other._attacked(other.model, images, labels, wanted.attack)
+    level, uphill = (copy.deepcopy(other.model).train() for _ in range(2))
+
+    def slopes(model):
+        loss = torch.nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    for weight, slope in zip(uphill.parameters(), slopes(level), strict=True):
+        if weight.ndim > 1:
+            weight.data += awp * weight.norm() * slope / slope.norm()
+    found = slopes(uphill)
+    other.model.load_state_dict(dict(level.named_buffers()), strict=False)
+    other.penalty().backward()
+    rate = wanted.learning_rate(0, other.steps)
+    run.advance()
+    for mine, start, slope in zip(run.parameters, other.parameters, found, strict=True):
+        penalty = 0 if start.grad is None else start.grad
+        expected = start - rate * (slope + penalty + 0.01 * start)
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+    for name, buffer in run.model.named_buffers():
+        torch.testing.assert_close(buffer, dict(level.named_buffers())[name])
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-24, 1.0, 1e30])
+def test_weights_are_perturbed_by_their_norm_whatever_the_slope(size):
+    weight, bias, still = torch.ones(4, 4), torch.ones(4), torch.ones(2, 2)
+    weight.grad, bias.grad, still.grad = torch.full((4, 4), size), bias.clone(), 0 * still
+    with perturbed([weight, bias, still], 0.01):
+        assert float((weight - 1).norm()) == pytest.approx(0.04, rel=1e-3) or size < 1e-38
+        assert float((weight - 1).norm()) < 0.05
+        assert torch.equal(bias, torch.ones(4))
+        assert torch.equal(still, torch.ones(2, 2))
+    assert torch.equal(weight, torch.ones(4, 4))
+
+
+def test_a_network_without_buffers_is_perturbed():
+    wanted = chosen("at", model="cnn-plain", normalize=False, awp=0.01)
+    run = Run(wanted, blobs(channels=3), Team(torch.device("cpu")))
+    assert not list(run.model.buffers())
+    run.advance()
+
+
+def test_a_run_of_a_version_with_fewer_settings_goes_on(tmp_path):
+    wanted, data = chosen("at"), blobs(channels=3)
+    train(wanted, data, tmp_path, device="cpu", time_limit=0)
+    path = tmp_path / "settings.json"
+    stored = json.loads(path.read_text())
+    assert stored.pop("awp") == 0
+    path.write_text(json.dumps(stored))
+    assert not train(wanted, data, tmp_path, device="cpu", resume=True)["stopped"]
+    with pytest.raises(ValueError, match=r"its awp is 0\.0, not 0\.1"):
+        train(chosen("at", awp=0.1), data, tmp_path, device="cpu", resume=True)
+
+
+def test_the_best_is_chosen_on_held_out_images_alone(tmp_path):
+    data = blobs(400, channels=3)
+    train(chosen("at", epochs=5), data, tmp_path, device="cpu")
+    records = read(tmp_path / "records.jsonl")
+    best = checkpoints.about(tmp_path / "best.safetensors")["record"]
+    assert best["held_out_pgd_accuracy"] == max(r["held_out_pgd_accuracy"] for r in records)
+    run = Run(chosen("at"), data, Team(torch.device("cpu")))
+    scores = iter([(0.9, 0.5), (0.6, 0.7), (0.9, 0.6)])
+    run.measure = lambda *_: next(scores)
+    assert [run.check()[1] for _ in range(3)] == [True, True, False], "by accuracy under attack"
+    assert not set(run.feed.held.tolist()) & set(run.feed.kept.tolist())
+    assert len(run.feed.held) + len(run.feed.kept) == len(data.train)
+    seen = set()
+    load = run.feed.train.load
+
+    class Spy:
+        def stream(self, batches, seed):
+            for batch in batches:
+                seen.update(batch.tolist())
+                yield load(batch)
+
+    run.feed.train = Spy()
+    for _ in range(run.feed.per_epoch):
+        run.advance()
+    assert seen <= set(run.feed.kept.tolist())
+
+
+def test_records_of_steps_to_be_done_again_are_dropped(tmp_path):
+    from lipbound.robust.training.run_folder import RunFolder
+
+    with RunFolder(tmp_path) as folder:
+        for step in (1, 2, 3):
+            folder.record({"step": step})
+        with folder.records.open("a") as file:
+            file.write('{"step": 4, "lo')  # cut off by a kill
+        folder.cut_records(2)
+        assert read(folder.records) == [{"step": 1}, {"step": 2}]

@@ -1,0 +1,70 @@
+"""A few of what ``python -m verify`` hunts for, and that it would find it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lipbound.network.rules import RULES, elementwise
+from verify import damaged, neighbours
+from verify.__main__ import HUNTS, main
+
+REDUCTIONS = {  # of SLOPES: these mix entries
+    "logsumexp", "softmax", "_softmax", "sort", "topk", "median", "kthvalue", "tril", "triu",
+    "log_sigmoid_forward",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["softplus 1.0 20.0", "hardswish", "gelu", "elu 1.1", "celu 0.3"])
+def test_no_elementwise_rule_is_broken_by_neighbours(name, dtype):
+    found = neighbours.check(neighbours.CASES[name], dtype)
+    assert found["violations"] == 0
+    assert found["pairs"] > 100_000
+
+
+def test_every_elementwise_slope_has_a_case():
+    names = {name.split()[0] for name in neighbours.CASES}
+    wanted = {name.rstrip("_") for name in elementwise.SLOPES} - REDUCTIONS
+    assert wanted <= names
+
+
+def test_neighbours_find_a_jump_that_is_not_counted(monkeypatch):
+    monkeypatch.setitem(RULES, "aten.softplus", lambda step: 1.0)
+    found = neighbours.check(neighbours.CASES["softplus 1.0 20.0"], torch.float64)
+    assert found["violations"] > 0
+
+
+def test_stepping_from_float_to_float():
+    points = torch.tensor([-1.0, -0.0, 0.0, 1.0, 2.0])
+    up = torch.nextafter(points, torch.full_like(points, 9.0))
+    assert torch.equal(neighbours.stepped(points, 1), up)
+    assert torch.equal(neighbours.stepped(neighbours.stepped(points, 5), -5), points)
+
+
+@pytest.mark.parametrize("name", [k for k in damaged.KINDS if "run" not in k])
+def test_damaged_files_are_read_or_refused(name):
+    pytest.importorskip("safetensors", reason="writes the files")
+    found = damaged.mutate(name, 12, seed=1)
+    assert found["wrong"] == []
+    assert sum(found["outcomes"].values()) == 12
+
+
+def test_a_traceback_would_be_seen(monkeypatch, tmp_path):
+    def broken(folder):
+        raise KeyError("a\nb")
+
+    kind = damaged.Kind(damaged.zipped, broken)
+    assert damaged.outcome(kind, tmp_path)[0] == "traceback"
+    content = bytes(range(256))
+    draw = random.Random(0)
+    assert sum(damaged.mutated(content, draw) != content for _ in range(50)) > 45
+
+
+def test_hunts_are_named(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["verify", "nothing"])
+    assert main() == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in HUNTS)

@@ -1,0 +1,297 @@
+"""Look for a layer or a network whose bound is wrong, for as long as you like.
+
+    python -m verify campaign --minutes 10 --workers 4 --out campaign.jsonl
+
+Three parts: ``layers`` (random layers, every bound), ``search`` (ascent on truth/bound over
+kernels) and ``networks`` (random architectures, the audit against Jacobian norms). Everything
+comes from consecutive seeds; a record is appended for every few of them, so a run may be killed at
+any moment, and the next one with the same file goes on with the seeds that are left. Exit code 1
+if anything was violated. ``--merge`` joins the records of a file to one a part and device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lipbound import files
+from verify.tally import Tally
+
+LAYERS = 64  # kernels a stack; part of what a seed means
+PROVENANCE = ("device", "torch", "lipbound", "threads")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Seeds of one part, for one worker."""
+
+    part: str
+    first: int
+    stop: int
+    device: str
+    weights: tuple[Path, ...]
+
+
+def layers(task: Task) -> Tally:
+    from verify.layer_checks import check_layers
+
+    return check_layers(range(task.first, task.stop), LAYERS, task.device)
+
+
+def search(task: Task) -> Tally:
+    from verify.worst_cases import search_kernels
+
+    return search_kernels(range(task.first, task.stop), task.weights, task.device)
+
+
+def networks(task: Task) -> Tally:
+    from verify.network_checks import check_networks
+
+    return check_networks(range(task.first, task.stop), task.device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What to run, seeds a task, and its share of the time."""
+
+    run: Callable[[Task], Tally]
+    seeds: int
+    share: float
+
+
+PARTS = {
+    "layers": Part(layers, 8, 0.7),
+    "search": Part(search, 2, 0.08),
+    "networks": Part(networks, 20, 0.22),
+}
+
+
+def run_task(task: Task) -> dict[str, Any]:
+    """The record of one task."""
+    start = time.perf_counter()
+    tally = PARTS[task.part].run(task)
+    return {
+        "experiment": "campaign",
+        "part": task.part,
+        "seeds": [[task.first, task.stop]],
+        **tally.record(),
+        "seconds": round(time.perf_counter() - start, 3),
+        **{k: v for k, v in files.provenance(task.device).items() if k in PROVENANCE},
+    }
+
+
+class Schedule:
+    """Which seeds come next: unused ones of the part that is furthest behind its share."""
+
+    def __init__(self, parts: Sequence[str], done: Sequence[dict[str, Any]], first: int):
+        self.spent = dict.fromkeys(parts, 0.0)
+        self.next = {part: _free(done, part, first) for part in parts}
+
+    def task(self, device: str, weights: tuple[Path, ...]) -> Task:
+        part = min(self.spent, key=lambda name: self.spent[name] / PARTS[name].share)
+        start, stop = next(self.next[part])
+        self.spent[part] += 1e-3  # until its time is known, so that workers do not all start alike
+        return Task(part, start, stop, device, weights)
+
+
+def _free(done: Sequence[dict[str, Any]], part: str, first: int) -> Iterator[tuple[int, int]]:
+    used = [tuple(s) for record in done if record["part"] == part for s in record["seeds"]]
+    step = PARTS[part].seeds
+    while True:
+        later = [stop for start, stop in used if start < first + step and stop > first]
+        if later:
+            first = max(later)
+        else:
+            yield first, first + step
+            first += step
+
+
+def merged(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record for each part, device and version: sums, smallest margins, ranges of seeds."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in found:
+        key = tuple(record[name] for name in ("part", *PROVENANCE))
+        groups.setdefault(key, []).append(record)
+    result = []
+    for same in groups.values():
+        tally = Tally()
+        for record in same:
+            tally.add(Tally.of(record))
+        seconds = round(sum(record["seconds"] for record in same), 1)
+        ranges = _joined([tuple(s) for record in same for s in record["seeds"]])
+        result.append({**same[0], "seeds": ranges, **tally.record(), "seconds": seconds})
+    return result
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    result: list[list[int]] = []
+    for start, stop in sorted(ranges):
+        if result and start <= result[-1][1]:
+            result[-1][1] = max(stop, result[-1][1])
+        else:
+            result.append([start, stop])
+    return result
+
+
+def summary(found: Sequence[dict[str, Any]]) -> str:
+    """One screen: what was checked, the smallest margins, what was violated."""
+    lines = []
+    for record in merged(found):
+        wrong = len(record["violations"])
+        head = f"{record['part']}: {record['count']:,} in {record['seconds']:,.0f} s of one worker"
+        lines += [f"{head}, {record['device']}, torch {record['torch']}: {wrong} violations"]
+        for name, claim in record["claims"].items():
+            margin = "" if claim["margin"] is None else f"{claim['margin']:.3e} at {claim['at']}"
+            lines += [f"  {name:32} {claim['count']:>10,}  {margin}"]
+        if "outcomes" in record["counts"]:
+            lines += [f"  {record['counts']['outcomes']}"]
+        for violation in record["violations"][:5]:
+            lines += ["", f"VIOLATION {violation['claim']} at {violation['at']}:"]
+            lines += [violation["message"], violation.get("reproduction", "")]
+    return "\n".join(lines)
+
+
+def work(pipe: Any) -> None:
+    """A worker: tasks come in, records go out, until the pipe closes."""
+    import signal
+    import warnings
+
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of PyTorch, about layers no one would build
+    try:
+        while True:
+            task = pipe.recv()
+            try:
+                pipe.send(run_task(task))
+            except Exception as error:
+                pipe.send(f"{task.part}, seeds {task.first} to {task.stop - 1}: {error!r}")
+    except (EOFError, BrokenPipeError):
+        pass
+
+
+def campaign(path: Path, chosen: argparse.Namespace) -> list[str]:
+    """Run until the time is up; returns what failed. The next run repeats the seeds of that."""
+    import multiprocessing
+    from multiprocessing.connection import wait
+
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers, before they import torch
+    context = multiprocessing.get_context("spawn")
+    schedule = Schedule(chosen.parts.split(","), files.read(path), chosen.seed)
+    end = time.monotonic() + 60 * chosen.minutes
+    status = Status(end)
+    busy: dict[Any, Any] = {}
+    failed: list[str] = []
+    try:
+        for _ in range(chosen.workers):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            busy[mine] = process
+            mine.send(schedule.task(chosen.device, tuple(chosen.weights)))
+        while busy:
+            pipe: Any
+            for pipe in wait(list(busy), timeout=1.0):
+                try:
+                    answer = pipe.recv()
+                except EOFError:
+                    answer = f"worker {busy.pop(pipe).pid} died"
+                if isinstance(answer, str):
+                    failed.append(answer)
+                    status.say(f"FAILED {answer}")
+                else:
+                    files.append(path, answer)
+                    schedule.spent[answer["part"]] += answer["seconds"]
+                    status.saw(answer)
+                if pipe in busy and time.monotonic() < end:
+                    pipe.send(schedule.task(chosen.device, tuple(chosen.weights)))
+                elif pipe in busy:
+                    busy.pop(pipe).terminate()
+            status.show()
+    finally:
+        for process in busy.values():
+            process.terminate()
+        status.close()
+    return failed
+
+
+class Status:
+    """One line that is written over on a terminal; every half minute a new one elsewhere."""
+
+    def __init__(self, end: float):
+        self.end, self.counts, self.violations = end, dict.fromkeys(PARTS, 0), 0
+        self.live = sys.stderr.isatty()
+        self.last = time.monotonic()
+
+    def saw(self, record: dict[str, Any]) -> None:
+        self.counts[record["part"]] += record["count"]
+        self.violations += len(record["violations"])
+        for violation in record["violations"]:
+            said = f"VIOLATION {violation['claim']} at {violation['at']}: {violation['message']}"
+            self.say(f"{said}\n{violation.get('reproduction', '')}")
+
+    def say(self, text: str) -> None:
+        print(f"\n{text}" if self.live else text, file=sys.stderr, flush=True)
+
+    def show(self) -> None:
+        if not self.live and time.monotonic() - self.last < 30:
+            return
+        self.last = time.monotonic()
+        left = max(0.0, self.end - self.last)
+        seen = ", ".join(f"{count:,} {part}" for part, count in self.counts.items() if count)
+        text = f"{seen or 'starting'}; {self.violations} violations; {left / 60:.1f} min left"
+        print(f"\r{text:78}" if self.live else text, end="" if self.live else "\n",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    def close(self) -> None:
+        if self.live:
+            print(file=sys.stderr)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--minutes", type=float, default=10.0, help="time after which no new task begins")
+    add("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}, with commas")
+    add("--weights", type=Path, nargs="*", default=[], help="files of trained kernels")
+    add("--merge", action="store_true", help="only join the records of --out")
+
+
+def check(chosen: argparse.Namespace) -> None:
+    for part in chosen.parts.split(","):
+        if part not in PARTS:
+            raise ValueError(f"--parts: {part!r} is not one of {', '.join(PARTS)}")
+    if chosen.workers < 1 or not chosen.minutes >= 0:
+        raise ValueError(
+            f"--workers {chosen.workers} --minutes {chosen.minutes}: both must be positive"
+        )
+    if chosen.device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {chosen.device}: there is no CUDA device here; use cpu")
+    for path in chosen.weights:
+        if not path.is_file():
+            raise ValueError(f"--weights: there is no file {str(path)!r}")
+
+
+def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    path, failed = chosen.out or Path("campaign.jsonl"), []
+    if chosen.merge:
+        files.rewrite(path, merged(files.read(path)))
+    else:
+        failed = campaign(path, chosen)
+    found = files.read(path)
+    print(summary(found))
+    seen = [f"{v['claim']} at {v['at']}" for record in found for v in record["violations"]]
+    return {}, [*seen, *failed]

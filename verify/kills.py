@@ -1,0 +1,222 @@
+"""Kill what writes files at random moments, run it again, and see that nothing torn is read.
+
+    python -m verify kills --count 100 --out FILE
+
+Every kill is SIGKILL, after a random time from the start of the process or of its writing. A fifth
+of them each:
+
+* ``train``: a run that is resumed; final weights and checkpoint must be those of one left alone,
+  bit for bit;
+* ``checkpoint``: a process that saves without a pause; the newest file must be whole;
+* ``records``: likewise for lines of records; all but a last one must be whole;
+* ``report``: ``lipbound audit --html``; the page is whole, or the one before;
+* ``bench``: ``lipbound bench --out``; the next run goes on from what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lipbound import files
+from lipbound.robust.training import checkpoints
+
+OPTIONS = ["--arm", "at+spectral", "--preset", "digits", "--device", "cpu", "--resume",
+           "--save-every", "3", "--set", "ema=0.99"]  # fmt: skip
+EPOCHS = 30
+SAVING = """
+import sys, torch
+from pathlib import Path
+from lipbound.robust.checkpoints import Folder
+folder = Folder(Path(sys.argv[1]))
+start = folder.newest()
+step = start[1]["step"] if start else 0
+while True:
+    step += 1
+    folder.save(step, {"a": torch.full((200_000,), float(step))}, {})
+"""
+APPENDING = """
+import sys
+from pathlib import Path
+from lipbound.files import append, read
+path = Path(sys.argv[1])
+step = len(read(path))
+while True:
+    append(path, {"step": step, "long": "x" * 100_000})
+    step += 1
+"""
+
+
+def lipbound(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "lipbound", *arguments]
+
+
+def timed(command: list[str]) -> float:
+    """Seconds that it takes left alone."""
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"left alone it ended with {done.returncode}: {done.stderr[-500:]}")
+    return time.perf_counter() - start
+
+
+def killed(command: list[str], seconds: float, begun: Callable[[], bool] = lambda: True) -> bool:
+    """Start it, wait until it has begun and then so many seconds, kill it; whether it still ran."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not begun() and process.poll() is None:
+        time.sleep(0.005)
+    try:
+        process.wait(seconds)
+        return False
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return True
+
+
+def train(count: int, draw: random.Random, folder: Path, epochs: int = EPOCHS) -> dict[str, Any]:
+    def command(name: str) -> list[str]:
+        return lipbound("train", *OPTIONS, "--epochs", str(epochs), "--out", str(folder / name))
+
+    whole = timed(command("whole"))
+    share = whole / count
+    steps: list[int] = []
+    for _ in range(count):
+        before = set(folder.glob("killed/checkpoints/step-*"))
+        killed(
+            command("killed"),
+            draw.uniform(0, 1.5) * share,
+            # The first few may be killed while they load: nothing is saved yet.
+            lambda before=before: not steps or set(folder.glob("killed/checkpoints/*")) != before,  # type: ignore[misc]
+        )
+        saved = checkpoints.Folder(folder / "killed" / "checkpoints").newest()
+        steps.append(0 if saved is None else saved[1]["step"])
+    timed(command("killed"))
+    last = max((folder / "whole" / "checkpoints").iterdir()).name
+    different = [
+        f"{file}: {name}"
+        for file in ("best.safetensors", "final.safetensors", f"checkpoints/{last}")
+        for name in _differences(folder / "whole" / file, folder / "killed" / file)
+    ]
+    return {"epochs": epochs, "steps_after_each": steps, "wrong": different}
+
+
+def _differences(one: Path, other: Path) -> list[str]:
+    mine, yours = checkpoints.load(one)[0], checkpoints.load(other)[0]
+    names = mine.keys() | yours.keys()
+    return [n for n in names if n not in mine or n not in yours or not mine[n].equal(yours[n])]
+
+
+def checkpoint(count: int, draw: random.Random, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-c", SAVING, str(folder)]
+    steps, wrong = [0], []
+    for _ in range(count):
+        already = set(folder.glob("step-*"))
+        killed(
+            command,
+            draw.uniform(0, 0.1),
+            lambda already=already: set(folder.glob("step-*")) != already,  # type: ignore[misc]
+        )
+        found = checkpoints.Folder(folder).newest()
+        if found is None or found[2] or not bool((found[0]["a"] == found[1]["step"]).all()):
+            wrong.append(f"after step {steps[-1]}: {found and found[2]}")
+        steps.append(found[1]["step"] if found else 0)
+    checkpoints.Folder(folder).save(steps[-1] + 1, {}, {})
+    return {"steps_after_each": steps[1:], "wrong": wrong}
+
+
+def appended(count: int, draw: random.Random, folder: Path) -> dict[str, Any]:
+    path = folder / "records.jsonl"
+    command = [sys.executable, "-c", APPENDING, str(path)]
+    lines, wrong = [0], []
+    for _ in range(count):
+        size = path.stat().st_size if path.exists() else 0
+        killed(
+            command,
+            draw.uniform(0, 0.1),
+            lambda size=size: path.exists() and path.stat().st_size != size,  # type: ignore[misc]
+        )
+        found = [r["step"] for r in files.read(path)]
+        if found != list(range(len(found))) or len(found) < lines[-1]:
+            wrong.append(f"after {lines[-1]} records: {found[-3:]}")
+        lines.append(len(found))
+    return {"records_after_each": lines[1:], "wrong": wrong}
+
+
+def report(count: int, draw: random.Random, folder: Path) -> dict[str, Any]:
+    page = folder / "page.html"
+    command = lipbound("audit", "demo", "--html", str(page))
+    whole = timed(command)
+    expected, wrong, struck = page.read_bytes(), [], 0
+    for index in range(count):
+        if index % 2:
+            page.unlink()
+        struck += killed(command, draw.uniform(0.2, 1.05) * whole)
+        if page.exists() and page.read_bytes() != expected:
+            wrong.append(f"kill {index}: {page.stat().st_size} bytes of {len(expected)}")
+        if not page.exists():
+            page.write_bytes(expected)
+    timed(command)
+    return {"struck": struck, "wrong": wrong}
+
+
+def bench(count: int, draw: random.Random, folder: Path) -> dict[str, Any]:
+    names = ("squeezenet1_0", "squeezenet1_1")
+    path = folder / "speed.jsonl"
+    chosen = [word for name in names for word in ("--network", name)]
+    command = lipbound("bench", *chosen, "--method", "sgd", "--device", "cpu", "--out", str(path))
+    whole = timed(command)
+    path.unlink()
+    wrong, struck, done = [], 0, 0
+    for index in range(count):
+        if done == len(names):
+            path.unlink()
+            done = 0
+        struck += killed(command, draw.uniform(0.2, 1.05) * whole)
+        found = [r["network"] for r in files.read(path)]
+        if found != list(names[: len(found)]) or len(found) < done:
+            wrong.append(f"kill {index}: {found}")
+        done = len(found)
+    timed(command)
+    found = [r["network"] for r in files.read(path)]
+    return {"struck": struck, "wrong": wrong + ([str(found)] if found != list(names) else [])}
+
+
+KINDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "train": train,
+    "checkpoint": checkpoint,
+    "records": appended,
+    "report": report,
+    "bench": bench,
+}
+"""What is killed → how, from a count, a source of chance and an empty folder."""
+
+
+def kills(count: int, seed: int, folder: Path) -> dict[str, Any]:
+    """The record of ``count`` kills of every kind; what was wrong is listed."""
+    results = {}
+    for name, run in KINDS.items():
+        place = folder / name
+        place.mkdir()
+        results[name] = {"kills": count, **run(count, random.Random(seed), place)}
+        results[name]["left_behind"] = [p.name for p in place.rglob(".*.part")]
+        print(f"{name}: {count} kills, {len(results[name]['wrong'])} wrong", flush=True)
+    return {"kills": count * len(KINDS), "kinds": results, "options": OPTIONS}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", type=int, default=100, help="number of kills of all kinds")
+
+
+def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        record = kills(max(1, chosen.count // len(KINDS)), chosen.seed, Path(folder))
+    wrong = [f"{name}: {said}" for name, one in record["kinds"].items() for said in one["wrong"]]
+    return record, wrong

@@ -1,0 +1,215 @@
+"""Every bound on one layer, one-sidedly, against what the layer is known to attain.
+
+Estimates (:data:`lipbound.ESTIMATES`: polygrid, power iteration, ...) promise nothing and are not
+checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipbound import BOUNDS, Bracket, Penalty, bound, brackets, constrain, convolution
+from verify.oracles import Symbols, operator_norms
+from verify.random_layers import Stack, counted, module, random_stack
+from verify.shrinking import reproduction, shrink, simpler_layers
+from verify.tally import Tally
+
+ROUNDING = 1e-12  # of the dense spectra that serve as truth
+GRIDDED = {"lipbound": ("samples", "widening"), "frobenius": ("samples", "widening"),
+           "gram": ("samples", "widening", "iterations")}  # fmt: skip
+LIMIT = 0.75  # what constrained layers are held at, in units of their own norm
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one bound says of the first layers of a stack, and what is true of them.
+
+    Attributes:
+        name: Of the bound.
+        values: What it says.
+        truth: What the layers attain, ``(layers,)``.
+        upper: Whether ``values`` claim to be at least the truth; else at most.
+    """
+
+    name: str
+    values: Sequence[float]
+    truth: Tensor
+    upper: bool = True
+
+    def margins(self) -> list[float]:
+        """How far on the right side, relative to the truth; NaN where nothing holds."""
+        found = []
+        for value, truth in zip(self.values, self.truth.tolist(), strict=True):
+            if truth > 0:
+                found.append(value / truth - 1 if self.upper else 1 - value / truth)
+            else:  # nothing to be relative to
+                found.append(math.inf if self.upper == (value >= 0) or value == 0 else math.nan)
+        return found
+
+    def wrong(self) -> list[int]:
+        """The layers it does not hold for, but for the truth's own rounding."""
+        return [i for i, margin in enumerate(self.margins()) if not margin >= -ROUNDING]
+
+
+@dataclass(frozen=True)
+class Known:
+    """Truths of a stack: for bounds that hold for every input, and at the stack's own size."""
+
+    any_size: Tensor
+    here: Tensor | None
+
+
+Check = Callable[[Stack, Sequence[nn.Module], Known], Iterable[Claim]]
+
+
+def claims(stack: Stack, only: Iterable[str] | None = None) -> list[Claim]:
+    """All claims on a stack's layers; ``only`` those of the named checks."""
+    layers = stack.modules()
+    symbols = Symbols(stack)
+    found = brackets(_named(layers), stack.settings.rtol)
+    frequencies = torch.tensor([b.frequency for b in found.values()], dtype=torch.float64)
+    frequencies = frequencies.reshape(len(layers), -1)
+    peaks = symbols.peaks(frequencies).cpu()
+    here = operator_norms(stack).cpu() if stack.size is not None else None
+    known = Known(peaks if here is None else torch.maximum(peaks, here), here)
+    chosen = [check for name, check in CHECKS.items() if only is None or name in only]
+    result = _both_ends("bracket", list(found.values()), known.any_size, symbols.at(frequencies))
+    return [*result, *(claim for check in chosen for claim in check(stack, layers, known))]
+
+
+def _named(layers: Iterable[Any]) -> dict[str, Any]:
+    return {str(index): layer for index, layer in enumerate(layers)}
+
+
+def _both_ends(name: str, found: Sequence[Bracket], above: Tensor, below: Tensor) -> list[Claim]:
+    """``below`` is what the lower ends say is attained."""
+    uppers = [b.upper if b.certified and b.lower <= b.upper else math.nan for b in found]
+    lowers = [b.lower for b in found]
+    return [
+        Claim(f"{name} upper", uppers, above),
+        Claim(f"{name} lower", lowers, below.cpu(), upper=False),
+    ]
+
+
+def _single(name: str) -> Check:
+    """One of ``BOUNDS``, layer by layer, with the settings it takes."""
+
+    def check(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
+        options = {key: getattr(stack.settings, key) for key in GRIDDED.get(name, ())}
+        truth = known.any_size
+        if stack.settings.sized and known.here is not None and stack.dims:
+            options["input_shape"], truth = stack.size, known.here
+        values = [float(bound(layer, name, **options)) for layer in layers]
+        yield Claim(f"{name}, sized" if "input_shape" in options else name, values, truth)
+
+    return check
+
+
+def _spectral(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
+    """The differentiable path, which polishes the peak; a few layers, it is the slowest."""
+    few = _share(layers, 32)
+    for layer in few:
+        layer.weight.requires_grad_(True)
+    values = [bound(layer, "spectral", rtol=stack.settings.rtol).item() for layer in few]
+    for layer in few:
+        layer.weight.requires_grad_(False)
+    yield Claim("spectral", values, known.any_size[: len(few)])
+
+
+def _finite(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
+    """Brackets at one input size; a few layers."""
+    if known.here is None or not stack.dims:
+        return
+    few = [convolution(layer, input_shape=stack.size) for layer in _share(layers, 32)]
+    found = list(brackets(_named(few), stack.settings.rtol).values())
+    truth = known.here[: len(few)]
+    yield from _both_ends("sized bracket", found, truth, truth)
+
+
+def _penalty(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
+    """``Penalty.bounds``: in the weights' own precision, fused on a GPU."""
+    classifier = nn.Linear(1, 1, device=stack.kernels[0].device)  # the last one is left out
+    penalty = Penalty(nn.ModuleList([*layers, classifier]), samples=stack.settings.samples)
+    values = penalty.bounds()
+    yield Claim("penalty", [values[str(i)] for i in range(len(layers))], known.any_size)
+
+
+def _constrained(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
+    """Layers constrained to less than their norm: what is left of it is at most the limit."""
+    truth = known.any_size
+    few = [i for i in range(len(_share(layers, 64))) if 1e-3 < truth[i] < 1e6]
+    if not few:
+        return
+    limits = [LIMIT * float(truth[i]) for i in few]
+    method = list(BOUNDS)[stack.seed % len(BOUNDS)]
+    weights = []
+    for i, limit in zip(few, limits, strict=True):
+        layer = module(stack.kernels[i], stack.options).eval()
+        held: Any = constrain(layer, limit, method)
+        weights.append(held.weight.detach())
+    left = replace(stack, kernels=tuple(weights), settings=replace(stack.settings, rtol=1e-3))
+    after = Symbols(left).peaks(torch.zeros(len(few), stack.dims)).cpu()
+    if stack.size is not None:
+        after = torch.maximum(after, operator_norms(left).cpu())
+    yield Claim("constrain", limits, after)
+
+
+def _share(layers: Sequence[Any], part: int) -> Sequence[Any]:
+    """One layer in ``part``, one at least."""
+    return layers[: max(1, len(layers) // part)]
+
+
+CHECKS: dict[str, Check] = {
+    **{name: _single(name) for name in BOUNDS if name != "spectral"},
+    "spectral": _spectral,
+    "sized bracket": _finite,
+    "penalty": _penalty,
+    "constrain": _constrained,
+}
+"""Name → check; the brackets for every size come first and always."""
+
+
+def fails(stack: Stack, claim: str) -> bool:
+    """Whether a claim of that name is wrong."""
+    check = claim.removesuffix(", sized").removesuffix(" upper").removesuffix(" lower")
+    return any(c.name == claim and c.wrong() for c in claims(stack, [check]))
+
+
+def check_stack(stack: Stack, tally: Tally) -> None:
+    """Check all bounds of a stack's layers; what is wrong is shrunk."""
+    tally.count += len(stack.kernels)
+    for axis, each in counted(stack).items():
+        tally.counts.setdefault(axis, Counter()).update(each)
+    try:
+        found = claims(stack)
+    except Exception as error:  # refusing a good layer is as wrong as a wrong number
+        said = f"{type(error).__name__}: {error}"
+        tally.violations.append({"claim": "error", "at": [stack.seed], "message": said})
+        return
+    for claim in found:
+        margins = claim.margins()
+        tally.saw(claim.name, margins, [stack.seed])
+        for index in claim.wrong():
+            message = f"{claim.values[index]!r} against {claim.truth[index].item()!r}"
+            wrong = {"claim": claim.name, "at": [stack.seed, index], "message": message}
+            if all(v["claim"] != claim.name for v in tally.violations):  # one of a kind is enough
+                one = replace(stack, kernels=stack.kernels[index : index + 1], families=())
+                small = shrink(one, simpler_layers, partial(fails, claim=claim.name))
+                wrong["reproduction"] = reproduction(small, claim.name)
+            tally.violations.append(wrong)
+
+
+def check_layers(seeds: range, layers: int, device: str = "cpu") -> Tally:
+    """The stacks of these seeds, ``layers`` kernels each."""
+    tally = Tally()
+    for seed in seeds:
+        check_stack(random_stack(seed, layers, device), tally)
+    return tally

@@ -1,0 +1,216 @@
+"""The audit's bound on random networks against searched Jacobian norms."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lipbound import BOUNDS, audit
+from verify.oracles import norms
+from verify.random_networks import (
+    EFFORT,
+    Concat,
+    Larger,
+    Residual,
+    Reuse,
+    Shape,
+    Sly,
+    code,
+    random_network,
+)
+from verify.shrinking import shrink
+from verify.tally import Tally
+
+ROUNDING = 1e-12  # of a Jacobian in float64
+
+
+def jacobians(model: nn.Module, points: Tensor) -> Tensor:
+    """``(points, outputs, inputs)``: forward mode, every unit direction an entry of the batch."""
+    count, inputs = len(points), points[0].numel()
+    tangents = torch.eye(inputs).to(points).reshape(inputs, *points.shape[1:])
+    tangents = tangents.repeat(count, *[1] * (points.ndim - 1))
+    primals = points.repeat_interleave(inputs, 0)
+    images = torch.func.jvp(model, (primals,), (tangents,))[1]
+    return images.reshape(count, inputs, -1).mT
+
+
+@torch.no_grad()
+def searched_norm(
+    model: nn.Module, shape: Shape, seed: int, rounds: int = 3, error: float = 0.0
+) -> float:
+    """The largest Jacobian norm, or quotient of differences, found for a float64 network.
+
+    At random points of several scales, then around the best of them: along the gradient of ‖J‖
+    where there is one, and at random.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
+
+    def normal(count: int) -> Tensor:
+        return torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(like.device)
+
+    points = torch.cat([scale * normal(3) for scale in (0.03, 0.3, 1.0, 3.0, 10.0)])
+    points = torch.cat([points, points[::3].abs(), 10 + normal(1)])
+    best, where = 0.0, points[:1]
+    for turn in range(rounds):
+        found = jacobians(model, points)
+        sizes = norms(found)
+        place = int(sizes.argmax())
+        if float(sizes[place]) > best:
+            best, where = float(sizes[place]), points[place : place + 1]
+            matrix = found[place]
+        reach = 0.5**turn
+        moves = [reach * normal(4)]
+        if best > 0:
+            moves += [reach * scale * _uphill(model, where, matrix) for scale in (0.3, 1.0, 3.0)]
+        points = where + torch.cat(moves)
+    far = torch.cat([where + reach * normal(4) for reach in (1e-2, 1.0, 10.0)])
+    images = model(torch.cat([where, far])).flatten(1)
+    moved = ((images[1:] - images[0]).norm(dim=1) - 2 * error).clamp_min(0)  # jumps apart
+    steps = moved / (far - where).flatten(1).norm(dim=1)
+    return max(best, float(steps.max()))
+
+
+def _uphill(model: nn.Module, point: Tensor, matrix: Tensor) -> Tensor:
+    """The unit direction in which ‖J(x)v‖ grows, v the top singular vector; zero if none."""
+    right = torch.linalg.svd(matrix, full_matrices=False)[2][0].reshape(point.shape)
+
+    def size(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(torch.func.jvp(model, (x,), (right,))[1])
+
+    try:
+        slope = torch.func.grad(size)(point)
+    except (RuntimeError, NotImplementedError):  # no second derivative
+        return torch.zeros_like(point)
+    return slope / slope.norm() if 0 < float(slope.norm()) < math.inf else torch.zeros_like(point)
+
+
+@torch.no_grad()
+def empty_windows(model: nn.Module, shape: Shape) -> bool:
+    """Whether a pooling window of a float64 network lies in padding alone: its maximum is −∞.
+
+    torch has no gradient there. The audit bounds such networks; nothing can be held against it.
+    """
+    seen: list[bool] = []
+
+    def look(module: nn.Module, given: object, result: Tensor) -> None:
+        seen.append(bool((result == -math.inf).any()))
+
+    pools = [m for m in model.modules() if type(m).__name__.startswith("MaxPool")]
+    hooks = [pool.register_forward_hook(look) for pool in pools]
+    like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
+    try:
+        model(torch.zeros(1, *shape, dtype=torch.float64, device=like.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return any(seen)
+
+
+def margin(model: nn.Module, shape: Shape, seed: int) -> tuple[float, float, float, str]:
+    """upper/found − 1, both, and why there is no bound (then NaN)."""
+    effort = "normal" if seed % EFFORT else "high"
+    method = list(BOUNDS)[seed % len(BOUNDS)] if seed % 2 and seed % EFFORT else "spectral"
+    found = audit(model, shape, search=0, method=method, effort=effort)
+    if found.upper == math.inf:
+        return math.nan, math.inf, 0.0, found.reason
+    wide = copy.deepcopy(model).double()
+    if empty_windows(wide, shape):
+        return math.nan, found.upper, 0.0, "a pooling window lies in padding alone"
+    truth = searched_norm(wide, shape, seed, error=found.error)
+    return (found.upper / truth - 1 if truth else math.inf), found.upper, truth, ""
+
+
+def fails(case: tuple[nn.Module, Shape], seed: int) -> bool:
+    excess = margin(*case, seed)
+    return not excess[3] and not excess[0] >= -ROUNDING
+
+
+def simpler_networks(case: tuple[nn.Module, Shape]) -> Iterator[tuple[nn.Module, Shape]]:
+    """Copies with a module dropped, or a composite replaced by one of its parts."""
+    model, shape = case
+    for name, part in list(model.named_modules()):
+        if isinstance(part, nn.Sequential):
+            for index in range(len(part)):
+                changed = copy.deepcopy(model)
+                del changed.get_submodule(name)[index]  # type: ignore[operator]
+                yield changed, shape
+        elif isinstance(part, Residual | Concat | Larger | Reuse):
+            inner = part.branches if isinstance(part, Concat) else part.children()
+            for child in inner:
+                changed = copy.deepcopy(model)
+                changed.set_submodule(name, copy.deepcopy(child))
+                yield changed, shape
+    for axis in range(1, len(shape)):
+        if shape[axis] > 1:
+            yield model, (*shape[:axis], shape[axis] - 1, *shape[axis + 1 :])
+
+
+def reproduction(model: nn.Module, shape: Shape, seed: int) -> str:
+    """Python that checks this one network again."""
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    state = {name: tensor.double().tolist() for name, tensor in model.state_dict().items()}
+    return f"""import torch
+from torch import nn
+from verify.network_checks import margin
+from verify.random_networks import *
+
+model = {code(model)}
+state = {state!r}
+model.load_state_dict({{name: torch.tensor(value) for name, value in state.items()}})
+print(margin(model.to({dtype}).eval(), {shape!r}, {seed}))
+"""
+
+
+def _short(reason: str) -> str:
+    """The kind of a reason, without what it names."""
+    return reason.split(" (")[0].split(" when it runs")[0].removeprefix("layers only: ")
+
+
+def check_networks(seeds: range, device: str = "cpu") -> Tally:
+    """One network a seed. Refusals are counted; an error is a violation."""
+    tally = Tally()
+    outcomes, kinds, reasons = Counter[str](), Counter[str](), Counter[str]()
+    for seed in seeds:
+        model, shape = random_network(seed)
+        model = model.to(device)
+        tally.count += 1
+        kinds.update({type(m).__name__ for m in model.modules()})
+        try:
+            excess, upper, truth, reason = margin(model, shape, seed)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            if "not implemented for 'BFloat16'" in said:  # PyTorch cannot run it either
+                outcomes["refused"] += 1
+                reasons["PyTorch does not run it in bfloat16"] += 1
+                continue
+            again = reproduction(model, shape, seed)
+            tally.violations.append(
+                {"claim": "error", "at": [seed], "message": said, "reproduction": again}
+            )
+            continue
+        outcomes["refused" if reason else "bounded"] += 1
+        if reason:
+            reasons[_short(reason)] += 1
+            continue
+        if any(isinstance(m, Sly) for m in model.modules()):
+            tally.violations.append({
+                "claim": "network", "at": [seed], "message": "a sly network was not refused",
+                "reproduction": reproduction(model, shape, seed),
+            })  # fmt: skip
+            continue
+        tally.saw("network", [excess], [seed])
+        if not excess >= -ROUNDING:
+            small, smaller = shrink((model, shape), simpler_networks, partial(fails, seed=seed))
+            tally.violations.append({
+                "claim": "network", "at": [seed], "message": f"{upper!r} against {truth!r}",
+                "reproduction": reproduction(small, smaller, seed),
+            })  # fmt: skip
+    tally.counts = {"outcomes": outcomes, "modules": kinds, "reasons": reasons}
+    return tally
