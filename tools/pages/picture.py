@@ -1,4 +1,4 @@
-"""Draw docs/picture.svg from the embedded network: ``make picture``."""
+"""Draw docs/picture.svg, which shows the embedded network."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lipbound import audit, bracket, demo, symbol
+from lipbound import audit, bracket, symbol
 from lipbound import exact as true_norm
-from lipbound.figures import canvas, save
-from lipbound.report import geometry
-from lipbound.sizes import input_shapes
+from lipbound.modules import input_shapes
+from lipbound.report.figures import canvas, save
+from lipbound.report.terminal import geometry
+from lipbound.robust.models import digits as demo
+from tools.pages import DOCS
 
-OUT = Path(__file__).with_name("picture.svg")
 INK, MUTED, WARM, COOL = "#1c2733", "#7b8794", "#d1495b", "#00798c"
 
 
-def main() -> None:
+def main(folder: Path = DOCS) -> None:
     plt = canvas()
     plt.rcParams.update({
         "font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK,
@@ -85,8 +86,9 @@ def main() -> None:
         right.spines[spine].set_visible(False)
     right.tick_params(left=False)
     figure.tight_layout()
-    save(figure, OUT)
-    print(f"wrote {OUT.name}")
+    path = folder / "picture.svg"
+    save(figure, path)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

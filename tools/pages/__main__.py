@@ -1,0 +1,8 @@
+"""Write all pages that are made from records, with their figures."""
+
+from __future__ import annotations
+
+from tools.pages import DOCS, picture, results, robustness, trust
+
+for page in (results, robustness, trust, picture):
+    page.main(DOCS)

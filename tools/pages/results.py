@@ -1,0 +1,368 @@
+"""Write docs/results: the index, the page on bounds and the page on speed, with their figures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from lipbound.paper import table2, table4
+from lipbound.paper.reproduce import report, write_figure
+from lipbound.report.figures import speed_figure
+from lipbound.report.markdown import digits, table
+from tools.pages import DOCS, cells, lines, record, robustness, trust, write
+
+MADE = "All numbers come from the records in `benchmarks/records`, and `make pages` writes this page from them."
+SIGMA = "σ1 is the largest singular value of a convolution: the largest factor by which the layer can amplify the L2 norm of a perturbation."
+PAPER = '*The paper* is Araujo et al., "On Lipschitz Regularization of Convolutional Layers using Toeplitz Matrix Theory" (AAAI 2021). *LipBound* is the upper bound on σ1 that it introduces.'
+
+
+def index() -> str:
+    """One page: a claim, a number and a link in every line."""
+    layers, trained = trust.runs("layers")[1], record("trained")
+    wrong = len(layers.violations) + len(trained["violations"])
+    whole = record("table1")["groups"]["whole layers"]["methods"]
+    deep = {r["effort"]: r for r in lines("audits-cpu") if r["network"] == "resnet20"}
+    zoo = lines("audits-gpu")
+    speeds = lines("speed-gpu")
+    step = lines("adversarial-step")[0]
+    ratios = {device: [r["gram_over_bracket"] for r in lines(f"brackets-{device}")] for device in ("cpu", "gpu")}  # fmt: skip
+    assert min(ratios["cpu"]) > 1 > max(ratios["gpu"])
+    attack = lines("attack-speed")[0]["seconds"]
+    others = min(seconds for name, seconds in attack.items() if name != "lipbound")
+    claims = [
+        ["The proved bounds were never below the true value.",
+         f"{wrong} violations in {layers.count:,} random layers and {trained['kernels']} trained kernels",
+         "[trust](../trust.md)"],
+        ["Certified brackets are tight on whole trained layers.",
+         f"at most {whole['bracket']['most']:.4f} × σ1", "[bounds](bounds.md)"],
+        ["LipBound, which is fast and differentiable, is loose on whole layers.",
+         f"{whole['lipbound']['ratio']:.2f} × σ1 on average", "[bounds](bounds.md)"],
+        ["The bound of a whole ResNet-20 is far below the product of its layers' LipBounds.",
+         f"10^{deep['high']['log10_upper']:.2f} instead of 10^{deep['normal']['log10_paper']:.2f}",
+         "[bounds](bounds.md#whole-networks)"],
+        ["That is still far above the largest Jacobian norm found.",
+         f"10^{deep['high']['log10_upper']:.2f} beside 10^{deep['normal']['log10_lower']:.2f}", "[bounds](bounds.md#whole-networks)"],
+        ["Most torchvision and timm networks get a bound; products of activations are refused.",
+         f"{sum(not r['reason'] for r in zoo)} of {len(zoo)}", "[bounds](bounds.md#whole-networks)"],
+        ["LipBound of a whole network is faster than in the authors' way (H200).",
+         f"{mean(speeds, 'direct', 'lipbound'):.0f} ×, geometric mean of {len(speeds)} networks",
+         "[speed](speed.md)"],
+        ["Its value and gradient cost at most one fused SGD step (H200).",
+         f"{within_a_step(speeds)} of {len(speeds)} networks", "[speed](speed.md)"],
+        [f"In adversarial training of {step['network']} it adds little time.",
+         f"{step['overhead_percent']['add_grad']:.2f} %", "[speed](speed.md#in-adversarial-training)"],
+        ["Certified brackets are faster than Gram iteration on a CPU, and slower on a GPU.",
+         f"{spread(ratios['cpu'])} × and {spread(ratios['gpu'])} ×",
+         "[speed](speed.md#certified-brackets)"],
+        ["PGD with restarts is faster than in other attack libraries (H200).",
+         f"{others / attack['lipbound']:.1f} ×", "[speed](speed.md#attacks)"],
+        *robustness.claims(table2.by_tier(cells("table2"))),
+    ]  # fmt: skip
+    return f"""# Results
+
+lipbound certifies tightly and quickly. Its trainings did not reproduce the paper's gain in robustness under PGD, one of the attacks below. Each line of the table is one claim with its number. The pages behind the links have the tables, the commands and the machines.
+
+{PAPER} {SIGMA} A *bracket* is lipbound's certified interval around the largest σ1 over all input sizes. {robustness.WORDS}
+
+{table(["claim", "number", "page"], claims)}
+
+{MADE}
+"""
+
+
+def spread(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def bounds(folder: Path) -> str:
+    group = record("table1")["groups"]["whole layers"]
+    whole, kernels = group["methods"], group["kernels"]
+    parts = [
+        f"""# Bounds
+
+The certified bracket is within {100 * (whole["bracket"]["most"] - 1):.1f} % of σ1 on all {kernels} whole trained layers of Table 1. LipBound, the paper's bound, is exact up to its grid for a single output channel, and {whole["lipbound"]["ratio"]:.1f} times too large on average for whole layers.
+
+{SIGMA} {PAPER} A *bracket* is lipbound's certified interval [lower, upper] around the largest σ1 over all input sizes. *Certified* means that the bound is proved, including rounding errors. An *estimate* has no such proof and may be too small. The symbol F(ω) of a layer is the matrix of trigonometric polynomials that its kernel defines, and σ1 is at most the supremum of σ1(F(ω)).
+
+{MADE} How the proofs were tested is on the page about [trust](../trust.md).
+""",
+        trained(),
+        *(reproduced(name, folder) for name in ("table1", "fig1", "fig2")),
+        audits(),
+    ]
+    return "\n".join(parts)
+
+
+def trained() -> str:
+    found = record("trained")
+    rows = [
+        [
+            name,
+            f"{run['worst_width']:.2e}",
+            f"{run['median_evaluations']:g}",
+            str(run["most_evaluations"]),
+        ]
+        for name, run in found["runs"].items()
+    ]
+    excess = found["lipbound_over_truth"]
+    return f"""## Trained kernels
+
+**{len(found["violations"])} of {found["kernels"]} trained kernels violated their bracket.**
+
+The command is `python -m verify trained WEIGHTS...`. The kernels are those of {", ".join(f"`{name}`" for name in found["weights"])}, as stored and with BatchNorm folded in. Their brackets are compared with dense eigenvalues on a fine grid. `rtol` is the relative width that was asked for, and an evaluation is one value of the symbol.
+
+{table(["run", "widest upper/lower − 1", "median evaluations", "most evaluations"], rows)}
+
+LipBound of the same kernels is {excess["least"]:.2f} to {excess["most"]:.2f} times the true value, with median {excess["median"]:.2f}. ({found["device"]}, torch {found["torch"]}.)
+"""
+
+
+def reproduced(name: str, folder: Path) -> str:
+    found = record(name)
+    write_figure(found, folder)
+    return report(found)
+
+
+def audits() -> str:
+    records = lines("audits-cpu")
+    by_effort = {
+        effort: {r["network"]: r for r in records if r["effort"] == effort}
+        for effort in ("normal", "high")
+    }
+    rows = []
+    for name, normal in by_effort["normal"].items():
+        high = by_effort["high"][name]
+        rows.append([
+            name, f"{normal['log10_paper']:.2f}", f"{normal['log10_product']:.2f}",
+            f"{normal['log10_upper']:.2f}", f"{high['log10_upper']:.2f}", f"{normal['log10_lower']:.2f}",
+            f"{normal['seconds']:.0f} s", f"{high['seconds']:.0f} s",
+        ])  # fmt: skip
+    header = [
+        "network", "product of LipBounds", "product of brackets", "audit",
+        "audit, `--effort high`", "largest Jacobian found", "time", "time, high",
+    ]  # fmt: skip
+    zoo = lines("audits-gpu")
+    refused = [[r["network"], r["reason"]] for r in zoo if r["reason"]]
+    return f"""## Whole networks
+
+The proved bounds of whole networks are many powers of ten below the products that the literature quotes. They are still far above the largest Jacobian norm that was found.
+
+The command is `python -m benchmarks.audits resnet20=WEIGHTS ... --out FILE [--effort high]`. The networks are the trained CIFAR ResNets ({records[0]["device"]}, {records[0]["threads"]} threads, torch {records[0]["torch"]}). **All values are powers of ten**: 2 means 10². The two audits are proved upper bounds on the L2 Lipschitz constant of the network. The largest Jacobian norm found is a lower bound, up to rounding. The two products treat BatchNorm as a layer of its own and leave out the shortcuts, so they are not bounds of these networks.
+
+{table(header, rows)}
+
+`python -m benchmarks.audits --zoo --device cuda --out FILE` audits {len(zoo)} networks of torchvision and timm with their initial weights, in {min(r["seconds"] for r in zoo):.0f} to {max(r["seconds"] for r in zoo):.0f} s each ({zoo[0]["device"]}). {len(zoo) - len(refused)} got a bound. The others were refused for these reasons:
+
+{table(["network", "reason"], refused)}
+"""
+
+
+def speed_page(folder: Path) -> str:
+    records = lines("speed-gpu")
+    speed_figure(records, folder / "speed.svg")
+    parts = [
+        f"""# Speed
+
+LipBound of a whole network, with its gradient, costs at most one step of SGD on all {len(records)} networks that were timed on an H200. Its value takes {mean(records, "direct", "lipbound"):.0f} times less time than direct evaluation, which is how the paper's authors compute it. Certified brackets are faster than Gram iteration on a CPU and slower on a GPU.
+
+{SIGMA} {PAPER} The *penalty* is the sum of the logarithms of such bounds over a network's layers, which a training loss can include.
+
+{MADE} Every table names its command and machine. All times are of one run.
+""",
+        penalty(),
+        efficiency(),
+        adversarial_step(),
+        training(),
+        brackets(),
+        attacks(),
+    ]
+    return "\n".join(parts)
+
+
+def within_a_step(records: list[dict]) -> int:
+    """Networks whose value and gradient take no longer than a step of SGD."""
+    times = [r["milliseconds"] for r in records]
+    return sum(t["lipbound_gradient"] <= t["sgd"] for t in times)
+
+
+def mean(records: list[dict], other: str, ours: str) -> float:
+    """The geometric mean of the ratios of two times."""
+    ratios = [r["milliseconds"][other] / r["milliseconds"][ours] for r in records]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+TIMES = {
+    "LipBound": "lipbound",
+    "direct": "direct",
+    "power, 10": "power",
+    "Gram, 5": "gram",
+    "value + gradient": "lipbound_gradient",
+    "direct + gradient": "direct_gradient",
+    "SGD step": "sgd",
+    "floor": "floor",
+}
+"""Head of a column → its name in the record."""
+
+
+def times(records: list[dict]) -> str:
+    rows = [
+        [r["network"], *(digits(r["milliseconds"][name]) for name in TIMES.values())]
+        for r in records
+    ]
+    return table(["network", *TIMES], rows)
+
+
+def penalty() -> str:
+    records, on_cpu = lines("speed-gpu"), lines("speed-cpu")
+    worst = {
+        key: max(r[key] for r in records)
+        for key in ("value_difference", "gradient_difference", "tie_gap")
+    }
+    ties = sum(r["ties"] for r in records)
+    assert within_a_step(on_cpu) == 0
+    direct = [
+        f"{r['milliseconds']['direct'] / r['milliseconds']['lipbound']:.0f} × ({r['network']})"
+        for r in on_cpu
+    ]
+    return f"""## The penalty of whole networks
+
+Compared with LipBound's value, direct evaluation takes {mean(records, "direct", "lipbound"):.0f} times as long, ten power iterations {mean(records, "power", "lipbound"):.0f} times and Gram iteration {mean(records, "gram", "lipbound"):.0f} times (geometric means). Direct evaluation with gradient takes {mean(records, "direct_gradient", "lipbound_gradient"):.0f} times as long as LipBound with gradient. Value and gradient take at most one fused SGD step on {within_a_step(records)} of {len(records)} networks.
+
+![Milliseconds of every method for the 17 networks](speed.svg)
+
+The command is `lipbound bench`. It times the {len(records)} networks of the paper's efficiency table with He initialization, in milliseconds ({records[0]["device"]}, torch {records[0]["torch"]}, float32, medians after a warm-up). The columns are:
+
+- *LipBound*: the certified value of all convolutions, with 32 grid points per unit of degree. On the GPU it runs in our fused kernels.
+- *direct*: the polynomials on a 10×10 grid, as in the authors' code.
+- *power, 10*: ten power iterations at the real strides and input sizes.
+- *Gram, 5*: five Gram iterations.
+- *value + gradient*: the penalty of the whole network with BatchNorm and hidden Linear layers, added to `.grad`.
+- *SGD step*: one fused step with momentum over all parameters.
+- *floor*: the time to read the convolutions' weights once, at the measured bandwidth.
+
+Direct evaluation, power iteration and Gram iteration are plain PyTorch operations, layer by layer, as their authors publish them.
+
+{times(records)}
+
+The fused kernels agree with plain PyTorch to {worst["value_difference"]:.1e} in values and {worst["gradient_difference"]:.1e} in gradients. In {ties} {"row" if ties == 1 else "rows"} of a kernel two grid points tie (their energies differ by {worst["tie_gap"]:.1e}), and both are maximizers.
+
+The next table is for {on_cpu[0]["device"]} (torch {on_cpu[0]["torch"]}), where LipBound also runs in plain PyTorch. Direct evaluation takes {", ".join(direct)} as long as LipBound's value. Here an SGD step takes less time than LipBound's value and gradient.
+
+{times(on_cpu)}
+"""
+
+
+def efficiency() -> str:
+    return table4.report(table4.from_bench(lines("speed-gpu")))
+
+
+def adversarial_step() -> str:
+    rows = [
+        [
+            f"{r['network']}, batch {r['batch']}",
+            f"{r['milliseconds']['none']:.1f}",
+            *(f"{r['overhead_percent'][v]:.2f} %" for v in ("add_grad", "autograd", "direct")),
+        ]
+        for r in lines("adversarial-step")
+    ]
+    return f"""## In adversarial training
+
+The penalty adds about one per cent to a step of adversarial training.
+
+The command is `python -m benchmarks.adversarial_step`. A step attacks its images with ten steps of PGD, in bfloat16 and channels_last. The other columns are what the penalty adds to the step: by `add_grad_()`, as a term of the loss, and as a term of the loss by direct evaluation. They are medians over rounds in which the variants take turns.
+
+{table(["network", "step without penalty, ms", "`add_grad_()`", "in the loss", "direct, in the loss"], rows)}
+"""
+
+
+def training() -> str:
+    steps = lines("training-step")
+    arms = list(steps[0]["ratio_to_at"])
+    rows = [
+        [
+            f"{r['network']}, batch {r['batch']}",
+            f"{r['milliseconds']['at']:.1f} ms",
+            f"{r['epoch_seconds']:.1f} s",
+            *(f"{r['ratio_to_at'][arm]:.3f}" for arm in arms[1:]),
+        ]
+        for r in steps
+    ]
+    return f"""## Training
+
+An *arm* is a way of training. `at` is plain adversarial training. `at+lipreg` adds the paper's penalty, `at+pm` the power method with ten iterations, and `at+spectral` a penalty that tracks σ1 of every layer.
+
+The command is `python -m benchmarks.training_step`. It times one step of the trainer (PGD-{steps[0]["pgd_iterations"]}, bfloat16, `torch.compile`, penalties replayed as CUDA graphs; {steps[0]["device"]}, torch {steps[0]["torch"]}). An epoch has 50,000 images. The last columns are ratios to `at`, as medians over rounds in which the arms take turns.
+
+{table(["network", "step, `at`", "epoch, `at`", *(f"`{arm}`" for arm in arms[1:])], rows)}
+"""
+
+
+def brackets() -> str:
+    rows = []
+    for device in ("cpu", "gpu"):
+        for r in lines(f"brackets-{device}"):
+            rows.append([
+                r["network"], r["weights"], str(r["layers"]), r["device"], f"{r['bracket_seconds']:.3f}",
+                f"{r['gram_seconds']:.3f}", f"{r['gram_over_bracket']:.2f}", str(r["median_evaluations"]),
+                str(r.get("dispatched", "")), f"{r['busy_seconds']:.3f}" if "busy_seconds" in r else "",
+            ])  # fmt: skip
+    header = [
+        "network", "weights", "layers", "device", "brackets, s", "Gram iteration, s", "ratio",
+        "median evaluations", "operations", "GPU busy, s",
+    ]  # fmt: skip
+    return f"""## Certified brackets
+
+On a CPU, certified brackets of all layers take less time than Gram iteration without a certificate. On a GPU they take more.
+
+The command is `python -m benchmarks.brackets --depth DEPTH [--weights FILE]`, or `--run` with a network of `lipbound train`. It brackets all convolutions of a network to `rtol` = 1e-3. Gram iteration (float32, five products, a 10×10 grid) runs on the same weights in the same run. A ratio above 1 means that the brackets are faster. The operations are the tensor operations of one call, about as many as a GPU launches kernels. On the CPU, `--clock process` counts CPU seconds, for a machine that others use too.
+
+{table(header, rows)}
+
+Trained weights are fast on a CPU: their symbols have peaks, and a few evaluations exclude most frequencies. Wide layers with initial weights are slow: their symbols are flat to a few per cent, so the proof needs Cholesky factorizations on a fine grid. These are slower, operation for operation, than the matrix products of Gram iteration. On the GPU, a search is many small steps that wait for each other. Most of its time goes into launching them; the last column shows how long the GPU is busy.
+"""
+
+
+def attacks() -> str:
+    parts = []
+    for r in lines("attack-speed"):
+        others = [name for name in r["seconds"] if name != "lipbound"]
+        rows = [
+            [
+                name,
+                f"{r['seconds'][name]:.1f}",
+                f"{r['images_per_second'][name]:.1f}",
+                f"{100 * r['accuracy'][name]:.1f} %",
+            ]
+            for name in r["seconds"]
+        ]
+        setting = (
+            f"The network is {r['network']}, trained adversarially. There are {r['images']:,} test "
+            f"images, the radius is {r['radius'] * 255:g}/255, and each attack has {r['restarts']} "
+            f"restarts of {r['iterations']} gradients in {r['precision']} ({r['device']}, torch "
+            f"{r['torch']})."
+        )
+        if others:
+            quickest = min(others, key=lambda name: r["seconds"][name])
+            ratio = r["seconds"][quickest] / r["seconds"]["lipbound"]
+            setting += f" lipbound is {ratio:.1f} times as fast as {quickest}, the next one."
+        heads = ["attack", "seconds", "images a second", "accuracy under attack"]
+        parts.append(f"{setting}\n\n{table(heads, rows)}")
+    body = "\n\n".join(parts)
+    return f"""## Attacks
+
+The command is `python -m benchmarks.attack_speed RUN/final.safetensors --precision PRECISION`. It runs PGD with restarts beside the attacks of other libraries with the same number of gradients, one after the other. foolbox attacks every image to the end. pyautoattack's APGD, with 100 gradients a run, continues only with images that are not broken yet. So does lipbound, which also fills the free places of a batch with the next images. lipbound compiles the network and replays CUDA graphs; the other libraries run the network as it is. The images that each attack found were checked again in float32.
+
+{body}
+"""
+
+
+def main(folder: Path = DOCS) -> None:
+    pages = folder / "results"
+    pages.mkdir(parents=True, exist_ok=True)
+    write(pages / "index.md", index())
+    write(pages / "bounds.md", bounds(pages))
+    write(pages / "speed.md", speed_page(pages))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Write docs/trust.md: what lipbound promises, how each promise was tested, what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lipbound.report.markdown import table
+from tools.pages import DOCS, lines, record, write
+from tools.pages.trust_chapters import CHAPTERS
+from verify.campaign import merged
+from verify.tally import Tally
+
+CLAIMS = {
+    "bracket upper": "`bracket(layer).upper` ≥ σ1 for every input size",
+    "bracket lower": "`bracket(layer).lower` ≤ σ1 at its own frequency",
+    "sized bracket upper": "`bracket(layer, input_shape=…).upper` ≥ σ1 at that size",
+    "sized bracket lower": "`bracket(layer, input_shape=…).lower` ≤ σ1 at that size",
+    "spectral": "`bound(layer)`, differentiable, ≥ σ1",
+    "lipbound": "`bound(layer, 'lipbound')` ≥ σ1",
+    "lipbound, sized": "the same with `input_shape`",
+    "frobenius": "`bound(layer, 'frobenius')` ≥ σ1",
+    "frobenius, sized": "the same with `input_shape`",
+    "fantastic_four": "`bound(layer, 'fantastic_four')` ≥ σ1",
+    "fantastic_four, sized": "the same with `input_shape`",
+    "gram": "`bound(layer, 'gram')` ≥ σ1",
+    "gram, sized": "the same with `input_shape`",
+    "penalty": "`Penalty(model).bounds()` ≥ σ1 of each layer, in the precision of the weights",
+    "constrain": "σ1 of a layer in `constrain(layer, norm).eval()` ≤ norm",
+    "network": "`audit(model, shape).upper` ≥ every Jacobian norm found",
+}
+CURRENT = 30_000_000
+"""The first seed of random networks that ran under today's rules."""
+
+
+def runs(part: str) -> tuple[list[dict[str, Any]], Tally]:
+    """The records of one part of the campaign, and all of them together."""
+    found = [r for r in merged(lines("campaign")) if r["part"] == part]
+    total = Tally()
+    for one in found:
+        total.add(Tally.of(one))
+    return found, total
+
+
+def claims(total: Tally) -> str:
+    rows = []
+    for name, text in CLAIMS.items():
+        if name in total.claims:
+            claim = total.claims[name]
+            wrong = sum(v["claim"] == name for v in total.violations)
+            margin = f"{claim['margin']:.1e}" if claim["margin"] is not None else "–"
+            at = ", ".join(map(str, claim["at"] or []))
+            rows.append([text, f"{claim['count']:,}", str(wrong), margin, at])
+    return table(["claim", "checked", "violations", "smallest margin", "at seed, layer"], rows)
+
+
+def machines(found: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            one["device"],
+            one["torch"],
+            f"{one['count']:,}",
+            f"{one['seconds'] / 60:,.0f}",
+            seeds(one["seeds"]),
+        ]
+        for one in found
+    ]
+    return table(["device", "torch", "count", "worker minutes", "seeds"], rows)
+
+
+def seeds(ranges: list[list[int]]) -> str:
+    """Ranges of seeds, or their ends if there are many."""
+    if len(ranges) > 6:
+        return f"{len(ranges)} ranges from {ranges[0][0]:,} to {ranges[-1][1] - 1:,}"
+    return ", ".join(f"{first:,}–{stop - 1:,}" for first, stop in ranges)
+
+
+def listed(counts: dict[str, int], most: int | None = None) -> str:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    text = ", ".join(f"{name} {count:,}" for name, count in ordered[:most])
+    return text if most is None else f"{text}, and {len(ordered) - most} other kinds"
+
+
+def promises() -> str:
+    layers, networks = runs("layers")[1], runs("networks")[1]
+    neighbours = record("neighbours")["operations"].values()
+    pairs = sum(one["pairs"] for one in neighbours)
+    hostile = [text for row in record("hostile")["outcomes"].values() for text in row.values()]
+    trained = record("trained")
+    wrong = [
+        len(layers.violations), len(networks.violations), len(trained["violations"]),
+        sum(one["violations"] for one in neighbours),
+        sum(text.startswith("wrong") for text in hostile),
+    ]  # fmt: skip
+    rows = [
+        ["layers drawn at random", f"{layers.count:,}", str(wrong[0])],
+        ["networks drawn at random", f"{networks.count:,}", str(wrong[1])],
+        [
+            "[kernels of trained networks](results/bounds.md#trained-kernels)",
+            f"{trained['kernels']:,}",
+            str(wrong[2]),
+        ],
+        ["pairs of neighbouring floats", f"{pairs:,}", str(wrong[3])],
+        ["calls with hostile numbers", f"{len(hostile):,}", str(wrong[4])],
+    ]
+    return f"""# Trust
+
+lipbound gives bounds that are proved, and rounding errors are part of the proof. This page says what exactly is promised, how we searched for violations, and what we found. The searches below ended with {sum(wrong)} violations. Earlier searches, and people who tried to break the promises by hand, did find faults. [All of them are listed](#what-the-searches-found). Each is fixed and has a test.
+
+{table(["what was checked", "how many", "violations"], rows)}
+
+All numbers come from the records in `benchmarks/records`, and `make pages` writes this page from them. σ1 is the largest singular value of a layer, which is its L2 Lipschitz constant.
+
+## What is promised
+
+- A **bound** is at least σ1 of the layer in real arithmetic with exactly the stored weights. It holds for every input size, or for the input size that you give. It holds whatever the precision of the weights.
+- A **bracket** holds on both sides. Its upper end is such a bound, and its lower end is attained.
+- A **network's bound** is at least the L2 Lipschitz constant of the network in eval mode, for all inputs. If there is no such constant, the bound is ∞ and comes with a reason. Some operations jump by a little, as softplus does at its threshold. Then the network is within the audit's `error` of a function with that constant, and certificates subtract this error.
+- A **constrained** layer in eval mode does not exceed its limit.
+- **Estimates** (`lipbound.ESTIMATES`) promise nothing. They are not tested here.
+
+Two things are not promised. The first is what a device computes when it runs the network in float32 or bfloat16: the promises are about real arithmetic. The second is anything under `torch.set_flush_denormal(True)`, which replaces subnormal weights by zeros before lipbound reads them.
+"""
+
+
+def layers() -> str:
+    found, total = runs("layers")
+    return f"""## Random layers
+
+**{total.count:,} random layers were checked, with {len(total.violations)} violations.**
+
+The command is `python -m verify campaign --parts layers`. Each seed draws a geometry: 0 to 3 axes, odd and even kernels, stride, dilation, groups, four padding modes, transposed convolutions with output padding, up to 60 channels. It then draws 64 kernels (8 if they are wide) from {len(total.counts.get("families", {}))} families, in four precisions and at scales from 1e-20 to 1e18. Bounds on a grid are called with the coarsest grids they accept, with both widenings, and with one to eight Gram iterations.
+
+The true value is always one that is attained. It comes from two dense computations in float64: σ1 of the symbol at the highest point that an ascent from a grid reaches, and σ1 of the matrix of PyTorch's own module at a small input. The margin is bound/σ1 − 1, and 1 − bound/σ1 for lower ends. A margin below −1e-12, which is the rounding of the true value, is a violation. NaN and errors are violations too.
+
+{claims(total)}
+
+The layers were checked on these machines:
+
+{machines(found)}
+
+- By kind: {listed(total.counts["kinds"])}.
+- By precision: {listed(total.counts["dtypes"])}.
+- By family: {listed(total.counts["families"])}.
+
+To repeat one layer, call `random_stack(seed, 64)` in `verify.random_layers` and `claims` in `verify.layer_checks`. A violation is reduced (fewer groups, channels, taps, options and digits) as long as it remains a violation, and is recorded as a program.
+"""
+
+
+def search() -> str:
+    found, total = runs("search")
+    return f"""## Kernels made to break the bounds
+
+**{total.count:,} searches for a kernel that breaks a bound ended with {len(total.violations)} violations.**
+
+The command is `python -m verify campaign --parts search`. Adam changes a kernel so that the ratio of the true value to the bound grows. For the two ends of a bracket, which follow the true value within `rtol`, random steps are kept when they help. The searches start from these kernels: {listed(total.counts["starts"])}. The table shows the margin that was left at the worst kernel.
+
+{claims(total)}
+
+{machines(found)}
+"""
+
+
+def networks() -> str:
+    found, total = runs("networks")
+    outcomes, modules = total.counts["outcomes"], total.counts["modules"]
+    newest = sum(stop - start for r in found for start, stop in r["seeds"] if start >= CURRENT)
+    return f"""## Random networks
+
+**{total.count:,} random networks were audited, with {len(total.violations)} violations. {outcomes["bounded"]:,} got a bound and {outcomes["refused"]:,} were refused.**
+
+The command is `python -m verify campaign --parts networks`. A grammar draws networks with one to three axes: convolutions with all their options, normalization, activations, pooling, resizing, padding, residual sums, concatenation, maxima, reused modules and Linear heads, in float32, float64 and bfloat16. A third of the networks have positive weights, so that the largest directions of the layers meet. All methods are used in turn, and `effort="high"` where the network has a chain of residual blocks.
+
+The bound is compared with the largest norm of a dense float64 Jacobian (at random points of many scales, then by ascent from the best point) or with the largest difference quotient. A refusal is counted. An error is a violation. A margin between −1e-12 and 0 is the rounding of the Jacobian; for the smallest such margin, of a BatchNorm that is used three times, a test computes the true value exactly.
+
+The rules were made stricter twice, because of [faults that people found](#what-people-found):
+
+- Seeds below 10,000,000 ran before the first change. From there on the grammar also has products from either side, broadcast numbers, and arguments that are activations.
+- Seeds from {CURRENT:,} on ran under the rules of today: {newest:,} networks. Their grammar also has sums along an axis, order statistics, masks, constant indices, einsum, assignments and unfolding. It also has modules that behave differently while they are captured, that keep hidden state or that change themselves. All {modules.get("Sly", 0):,} networks with such a module must be refused.
+- A few of these seeds are missing, because the search itself failed there: it confused the batch axis with another one when it unfolded. That is fixed.
+
+{claims(total)}
+
+{machines(found)}
+
+Modules in these networks: {listed(modules, 30)}.
+"""
+
+
+def planted() -> str:
+    found = record("planted")
+    rows = [
+        [name, f"`{fault['claim']}`" if fault["claim"] else "not found", f"{fault['layers']:,}"]
+        for name, fault in found["faults"].items()
+    ]
+    missed = sum(not fault["claim"] for fault in found["faults"].values())
+    return f"""## Planted faults
+
+**The campaign finds {len(rows) - missed} of {len(rows)} faults that we planted in the library.**
+
+A search that finds nothing proves little unless it would find a fault. `python -m verify planted` breaks the library on purpose, one fault at a time, and counts the layers until a claim is violated, in stacks of 64:
+
+{table(["fault", "found by the claim", "after layers"], rows)}
+
+({found["device"]}, torch {found["torch"]}.)
+"""
+
+
+def findings() -> str:
+    return f"""## What the searches found
+
+All of these faults are fixed, and each has a test.
+
+- `Penalty.bounds()` fell below σ1 without a warning. This happened in the fused kernels when the weights of one of several groups were above 1e19: their squares overflow float32, ∞ − ∞ is NaN, and Triton's maximum ignores NaN. In plain PyTorch the result was NaN. Both now return ∞.
+- `constrain(layer, 1.0).eval()` accepted σ1 = 1 + 5e-8, because it compared with the limit times 1 + 1e-7.
+- `audit(model, shape, effort="high")` raised a TypeError for chains of residual blocks with one axis.
+- `bound(kernel, "spectral")` of a kernel with gradients raised a LinAlgError when the symbol is largest along a line, where its second derivatives are singular (once in 22,000 such bounds).
+- On a GPU, audits of x + conv(x), audits with `effort="high"`, audits of networks without parameters, and `certify` mixed CPU tensors with the network's tensors. These faults were found by reading the code.
+
+{PEOPLE}
+{CAPTURE}"""
+
+
+PEOPLE = """## What people found
+
+A grammar of random networks has blind spots. A reader was therefore asked, three times, to break the claims by hand. Layers of unusual geometry gave no violation. Networks made for the purpose gave the following. Each case is now either counted or refused, and each is a test that failed before.
+
+- Network bounds were too low in these cases:
+    - A bias, a BatchNorm's mean or the limit of a clamp depends on the input.
+    - A matrix multiplies from the left (`A @ x`), and a BatchNorm, a sum or the rows of a classifier were folded into it.
+    - A number that depends on the input (`x.mean()`) is broadcast.
+    - Entries are repeated unequally or copied into a larger tensor.
+    - An expression only looks like `x / (|x| + 1)`.
+    - The rounding of a sum meets a large BatchNorm weight.
+    - A slope is NaN.
+    - Noise that does not depend on the input was drawn once and treated as a constant.
+- `certify` without a Linear head gave radii that were 1e-8 too large, because √2 was rounded in float32.
+- `Penalty.bounds()` fell up to 1 % below σ1 under autocast, or with reduced float32 products.
+- `bracket`, `constrain` and `Penalty` used the weight of a convolution that has its own forward method.
+- The lower end of a single BatchNorm was 1e-7 above the true value.
+- `audit(..., effort="high")` confused positions with channels when a network drops its batch axis. The bound was 700 times too low.
+- The rounding of a sum was lost in a second sum. Biases of normalized constants, further results of a normalization, complex outputs and buffers that a network changes as it runs were ignored.
+- A number read out of a tensor (`x.sum().item()`, a count, a size) and then added was treated as a constant. A network with a counter or with Python's random numbers was treated as one function.
+- A Python factor was read in float32: the bound of `0.7 * x` was 2e-8 below 0.7, and that of `1e-46 * x` was 0.
+- The nearest pixels of `F.interpolate` were chosen in float64. A float32 network may choose others, and the bound was up to 1 % too low.
+- `certify` accepted inputs of another size than the audit's, and inputs that change each other's outputs. The radii were up to 20 times too large. A first check looked only at the first input, and a network that treats places in a batch differently passed it.
+- `bracket` and `Penalty` read the weight that the hooks of `weight_norm`, `spectral_norm` and `prune` had set in the last forward pass, not the one they will set in the next.
+- A BatchNorm that has diverged (NaN or negative variance) after a convolution made `audit` run for ever.
+- `audit` wrote to the caller's inputs where the network does, and raised unclear errors for arguments that a rule did not know.
+
+The rule behind these fixes is this: a rule answers only for the activations it has looked at. Any other activation among its arguments makes the result unbounded, and so does an error inside a rule.
+"""
+
+
+CAPTURE = """## What the promise about networks had missed
+
+Two million layers gave no violation, but people found these holes in `audit`, `certify` and `constrain`. Each is closed, with tests that failed before.
+
+- **The captured graph was never compared with the network that runs.** A forward method that noticed that it was being captured was audited as something else: an upper end of 1 where the Jacobian is 50. Operations, numbers, constants, values and state are now compared (`lipbound/network/capture_check.py`). A forward method can notice the capture in many ways, and the tests refuse all of these: `is_compiling()`, `is_exporting()`, the type of a tensor or parameter, `isinstance(x, FakeTensor)`, the fake mode, a dispatch mode, the call stack, gradients on or off, inference mode, an input that requires gradients, a caught `bool`, `item`, `float`, `int`, `tolist`, `numpy` or `numpy.asarray`, the address of the data, the text of a tensor, and another number or constant in the same operation.
+- **Softplus jumps.** In float64 its difference quotient reaches 580,162 at the threshold, where the bound was 1. A value now carries its distance from a function with its constant, and certificates subtract it. Other operations were checked for the same problem. `hardswish` on a GPU multiplies by float32's 1/6 (3e-8 too small). `CELU` multiplies by α·(1/α). SELU, GELU, SiLU, Mish and erf have constants in float32. A division multiplies by a rounded reciprocal, a mean by a rounded 1/n, and normalizations have ε in float32. Bilinear and bicubic weights depend on the precision as nearest pixels do. All of these are counted.
+- **Squares underflow.** Rows of a classifier that differ by less than 1e-162 had distance 0, hence an infinite radius, and a product with such a vector had the bound 5e-154 where the gain is 2. Every norm in the package was checked. The search for σ1 scales its kernels. Certificates, products with vectors, the rounding of sums, weighted blocks and the comparison of outputs alone and in a batch did not. A tie between equal rows also had an infinite radius.
+- **`constrain` after a change of precision** kept a rounded scale: certified lower ends of 1.0019 for the limit 1. The scale is now a Python number. A stride that changes later, another parametrization on top, and a changed limit are noticed or refused.
+- **Parameters and attributes that a forward method changes** are now refused, as buffers were.
+- **`bracket` read `layer.padding`** where PyTorch's forward method pads by another attribute: 1.001 where the true value is 3.
+- **Casts to 8 bits** had the constant 1. They are now refused.
+- **Python numbers** in `alpha=`, LeakyReLU, ELU, RReLU and ε were read in double where the network has them in float32. The bound was 2e-8 too small. Every rule that reads a number now uses the larger of the two.
+- **Damaged archives** ended in a traceback with the exit code of `--fail-above`. They are now refused with one line, and a traceback has its own exit code, 3.
+- **Networks without parameters** were audited in float32 although their inputs were float64.
+
+A second reader then had half an hour with the corrected code and found more of the same kind. These are closed too:
+
+- The comparison of operations did not look at which earlier results an operation reads, at views, at constant indices, or at the last bits of constants. Each of these could hide another network far from the inputs that were tried.
+- An operation whose result nobody reads can still fail for some inputs, and a forward method can catch that: `table[x.long()]` in a `try`. Such operations are refused. The shape of a result that was counted (`nonzero`, `unique`, a mask) is treated as a value too.
+- The rule for `einsum`, new at that time, gave too small a constant when an axis of size 1 is broadcast. That is refused.
+- Folding a BatchNorm into the last layer rounds its rows. Two rows that became equal had an infinite radius, also with `effort="high"`. The possible effect of rounding is now part of the distance between rows.
+- Folded kernels could underflow. `bracket` read layers whose `_conv_forward` or `_call_impl` was replaced, and `parametrize.cached()` kept a weight from training mode in eval mode.
+
+No check sees the following: values that a forward method reads in a hidden way (in another thread, through ctypes or `to_dlpack`), and a network that changes its behaviour later, by a counter in a global variable or by the clock. An audit holds for one precision: a forward method that branches on the dtype of its input is another network in each precision.
+"""
+
+
+SECTIONS = (promises, layers, search, networks, planted, *CHAPTERS, findings)
+"""In the order of the page."""
+
+
+def main(folder: Path = DOCS) -> None:
+    write(folder / "trust.md", "\n".join(section() for section in SECTIONS))
+
+
+if __name__ == "__main__":
+    main()
