@@ -1,49 +1,52 @@
-# Two commands: `make run` (set up, audit the embedded network, train every arm on digits) and `make test` (set up, all tests).
+# `make help` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOCK ?= requirements.lock
 MINUTES ?= 10
 
-.PHONY: run test lint picture results campaign trust lock audit-deps outside clean
+.DEFAULT_GOAL := help
+.PHONY: help run test lint docs pages campaign lock audit-deps outside clean
 
-run: $(STAMP)
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+run: $(STAMP) ## Audit the embedded network (audit.html) and train the six methods of the paper on small digits.
 	$(BIN)/lipbound audit demo --html audit.html
 	$(BIN)/lipbound train --arm all --preset digits --out runs/digits --resume
 
-test: $(STAMP)
+test: $(STAMP) ## Run all tests.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-lint: $(STAMP)
+lint: $(STAMP) ## Check style, types and the direction of imports.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
-picture: $(STAMP)
-	$(BIN)/python docs/picture.py
+docs: $(STAMP) ## Build the documentation into site/; any warning is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-results: $(STAMP)
-	$(BIN)/python docs/results.py
+pages: $(STAMP) ## Write the pages of results and trust, with their figures, from the committed records.
+	$(BIN)/python -m tools.pages
 
-campaign: $(STAMP)
-	$(BIN)/python -m lipbound.experiments.campaign --minutes $(MINUTES)
+campaign: $(STAMP) ## Look for violations of the promises for MINUTES (default 10).
+	$(BIN)/python -m verify campaign --minutes $(MINUTES)
 
-trust: $(STAMP)
-	$(BIN)/python docs/trust.py
+lock: ## Write requirements.lock anew.
+	$(PYTHON) tools/lock.py requirements.lock
+
+audit-deps: $(STAMP) ## Ask the advisory database about every locked package.
+	$(BIN)/python tools/audit_deps.py requirements.lock
+
+outside: ## Build the wheel, install it elsewhere and run the examples.
+	$(PYTHON) tools/outside.py --out benchmarks/records/outside.json
+
+clean: ## Remove the environment and the built site.
+	rm -rf $(VENV) site
 
 $(STAMP): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c requirements.lock -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c $(LOCK) -e ".[dev]"
 	touch $@
-
-lock:
-	$(PYTHON) tools/lock.py requirements.lock
-
-audit-deps: $(STAMP)
-	$(BIN)/python tools/audit_deps.py requirements.lock
-
-outside:
-	$(PYTHON) tools/outside.py --out benchmarks/records/outside.json
-
-clean:
-	rm -rf $(VENV)
