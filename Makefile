@@ -7,7 +7,7 @@ LOCK ?= requirements.lock
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint docs pages campaign lock audit-deps outside clean
+.PHONY: help run test test-slow lint docs pages campaign lock audit-deps outside clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,8 +16,11 @@ run: $(STAMP) ## Audit the embedded network (audit.html) and train the six metho
 	$(BIN)/lipbound audit demo --html audit.html
 	$(BIN)/lipbound train --arm all --preset digits --out runs/digits --resume
 
-test: $(STAMP) ## Run all tests.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+test: $(STAMP) ## Run the tests of every promise (5 minutes on 2 cores).
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"
+
+test-slow: $(STAMP) ## Run the rest: kills, several processes, other libraries, more kernels.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow
 
 lint: $(STAMP) ## Check style, types and the direction of imports.
 	$(BIN)/ruff check .

@@ -1,10 +1,10 @@
-"""What the penalty adds to a step of adversarial training, in one run on a GPU.
+"""Measure the time that the penalty adds to a step of adversarial training on a GPU.
 
     python benchmarks/adversarial_step.py --depth 28 --widen 10 --batch 200
     python benchmarks/adversarial_step.py --depth 16 --widen 4 --batch 512
 
-A step: PGD with ten iterations on images like CIFAR-10's, forward, backward, fused SGD; bfloat16
-autocast, channels_last. The variants take turns, so that a drift of the clock meets all of them.
+A step is PGD with ten iterations on images of CIFAR-10's size, forward, backward and fused SGD, in
+bfloat16 autocast and channels_last. The variants alternate, so a clock drift affects all of them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def step(
 
 
 def overhead(times: list[float], plain: list[float]) -> float:
-    """Median over the rounds of a step's time over the plain step's beside it, in per cent."""
+    """Return the median overhead, in per cent, relative to the plain step of the same round."""
     ratios = [mine / theirs for mine, theirs in zip(times, plain, strict=True)]
     return round(100 * (statistics.median(ratios) - 1), 3)
 
@@ -87,7 +87,7 @@ def main() -> None:
     direct = Direct(kernels)
 
     def published() -> Tensor:
-        """The paper's penalty evaluated directly: the convolutions, and BatchNorm one by one."""
+        """Evaluate the paper's penalty directly: the convolutions, and BatchNorm one by one."""
         norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
         gains = [(n.weight / (n.running_var + n.eps).sqrt()).abs().max().log() for n in norms]
         return WEIGHT * (direct() + torch.stack(gains).sum())

@@ -1,9 +1,9 @@
-"""PGD with restarts beside the libraries' attacks at the same budget and precision, in one run.
+"""Compare PGD with restarts with other libraries' attacks at the same budget and precision.
 
     python benchmarks/attack_speed.py RUN/final.safetensors --folder DATA --out FILE
 
-The network of a training run and the first images of its test set. Every contender has the same
-number of gradients per image and the same arithmetic.
+The attacks run on the network of a training run and the first images of its test set. All have the
+same number of gradients per image and the same arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("weights", type=Path)
-    parser.add_argument("--folder", type=Path, help="where the data lies")
+    parser.add_argument("--folder", type=Path, help="folder of the image data")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--restarts", type=int, default=10)
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--precision", default="tf32", choices=[*SLACK])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--only", nargs="*", help="lipbound, foolbox, pyautoattack")
+    parser.add_argument("--only", nargs="*", help="some of lipbound, foolbox, pyautoattack")
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
     chosen = parser.parse_args()
     trained = load_trained(chosen.weights)
@@ -77,7 +77,7 @@ def main() -> None:
             return found
 
         def apgd(x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-            """Of 100 gradients each; images that are broken do not come back."""
+            """Run APGD with 100 gradients per restart; broken images are not attacked again."""
             found, left = x.clone(), torch.arange(len(x), device=x.device)
             for seed in range(max(1, int(share * chosen.iterations * chosen.restarts / 100))):
                 new = autoattack(
@@ -93,7 +93,7 @@ def main() -> None:
             try:
                 __import__(name)
             except ImportError:
-                print(f"{name} is not installed here")
+                print(f"{name} is not installed")
                 continue
             if not chosen.only or name in chosen.only:
                 contenders[name] = attack

@@ -1,11 +1,11 @@
-"""Audit whole networks and record what came out.
+"""Audit whole networks and record the results.
 
     python -m benchmarks.audits resnet20=WEIGHTS.safetensors --effort high --out FILE
     python -m benchmarks.audits --zoo --device cuda --out FILE
 
-``MODEL=WEIGHTS`` is a trained network, ``MODEL`` alone one with the weights it starts with; the
-zoo is 30 networks of torchvision and timm. What was done before (same name, same effort) is not
-done again.
+``MODEL=WEIGHTS`` is a trained network, and ``MODEL`` alone is a network with its initial weights.
+The zoo has 30 networks of torchvision and timm. Networks that the file already contains (same name,
+same effort) are skipped.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ ZOO = (*(f"torchvision:{n}" for n in TORCHVISION), *(f"timm:{n}" for n in TIMM))
 
 
 def load(source: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """``MODEL`` or ``MODEL=WEIGHTS``, and the shape of its input."""
+    """Load ``MODEL`` or ``MODEL=WEIGHTS``; return the network and its input shape."""
     name, _, weights = source.partition("=")
     model = own_model(name)
     if model is None:
-        raise ValueError(f"{name!r} is no model this package knows")
+        raise ValueError(f"unknown model {name!r}")
     if weights:
         fill(model, read_weights(Path(weights)))
     if ":" not in name:
@@ -52,7 +52,7 @@ def load(source: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def run(source: str, effort: str, device: str) -> dict[str, Any]:
-    """One network's record."""
+    """Audit one network and return its record."""
     torch.manual_seed(0)
     model, shape = load(source)
     model = model.to(device)
@@ -81,7 +81,7 @@ def run(source: str, effort: str, device: str) -> dict[str, Any]:
 
 
 def paper(found: Audit) -> float:
-    """The paper's product: LipBound of every convolution, times what the other layers have."""
+    """Return the paper's product: LipBound of every convolution, times the other layers' bounds."""
     return math.prod(row.lipbound or row.bracket.upper for row in found.layers)
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--zoo", action="store_true", help="30 networks of torchvision and timm")
     parser.add_argument("--effort", default="normal", choices=("normal", "high"))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--out", type=Path, required=True, help="JSON-lines file to append to")
     chosen = parser.parse_args()
     done = {(r["network"], r["effort"]) for r in read(chosen.out)}
     for source in [*chosen.sources, *(ZOO if chosen.zoo else ())]:

@@ -1,14 +1,14 @@
-"""Certified brackets of a whole ResNet beside Gram iteration without a certificate, in one run.
+"""Time certified brackets of a whole ResNet, compared with Gram iteration without a certificate.
 
     python benchmarks/brackets.py --depth 18 --out benchmarks/records/brackets-cpu.jsonl
-    python benchmarks/brackets.py --depth 18 --weights WEIGHTS.safetensors   # trained ones
-    python benchmarks/brackets.py --run RUN/final.safetensors   # of `lipbound train`
+    python benchmarks/brackets.py --depth 18 --weights WEIGHTS.safetensors   # trained weights
+    python benchmarks/brackets.py --run RUN/final.safetensors   # from `lipbound train`
 
-Gram iteration as published: float32, 5 products, the symbol on a 10×10 grid (60 points of it,
-by conjugate symmetry), strides ignored, layers one after the other.
+Gram iteration runs as published: float32, 5 products, the symbol on a 10×10 grid (60 points by
+conjugate symmetry), strides ignored, one layer after another.
 
-``dispatched`` counts the tensor operations of one call, views and allocations left out: about the
-kernels a GPU launches, wherever it is run.
+``dispatched`` counts the tensor operations of one call without views and allocations. This is
+about the number of kernels that a GPU launches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lipbound.robust.training.trained import load_trained
 
 
 def seconds(run, repeats: int, device: str, clock) -> tuple[float, object]:
-    """Best of a few runs after one for warming up, the device waited for."""
+    """Return the shortest time of a few synchronized runs after a warm-up, and the result."""
     result = run()
     times = []
     for _ in range(repeats):
@@ -46,7 +46,7 @@ def seconds(run, repeats: int, device: str, clock) -> tuple[float, object]:
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts the operations that do something."""
+    """Counts the operations that compute something."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def dispatched(run) -> int:
 
 
 def busy(run) -> float:
-    """Seconds in which a GPU computes, of one call; the rest of its time it waits for the host."""
+    """Return the seconds of one call in which the GPU computes rather than waits for the host."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
@@ -97,15 +97,15 @@ def main() -> None:
     parser.add_argument("--rtol", type=float, default=1e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--weights", help="safetensors with torchvision's names; layers it lacks are left out"
+        "--weights", help="safetensors with torchvision's names; missing layers are left out"
     )
-    parser.add_argument("--run", type=Path, help="a network of `lipbound train` instead")
+    parser.add_argument("--run", type=Path, help="use a network of `lipbound train` instead")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
         "--clock",
         default="wall",
         choices=("wall", "process"),
-        help="process: CPU seconds, for a machine that others use too",
+        help="process: CPU seconds, for a shared machine",
     )
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
     chosen = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What a step of each training arm takes, as ratios to plain adversarial training, in one run.
+"""Time a step of each training arm, relative to plain adversarial training.
 
     python benchmarks/training_step.py --model wrn-28-10 --batch 200 --out FILE
     python benchmarks/training_step.py --model wrn-16-4 --batch 512 --out FILE
 
-One network and one optimizer, the trainer's own step (PGD-10, bfloat16, compiled); the penalties
-take turns, so that a drift of the clock meets all of them. Images are random bytes.
+All arms share one network, one optimizer and the trainer's step (PGD-10, bfloat16, compiled). The
+penalties alternate, so a clock drift affects all of them. Images are random bytes.
 """
 
 from __future__ import annotations

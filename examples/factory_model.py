@@ -1,4 +1,4 @@
-"""A network from another library's factory: audited, limited, and audited again.
+"""Audit a network from another library, limit its layers, and audit it again.
 
 pip install timm          # or: pip install pytorchcv
 python examples/factory_model.py
@@ -13,13 +13,13 @@ import lipbound
 
 
 def factory() -> tuple[str, nn.Module]:
-    """A ResNet-18 or -20 with the weights it starts with, from whichever library is here."""
+    """Return an untrained ResNet-18 or ResNet-20 from timm or pytorchcv."""
     torch.manual_seed(0)
     try:
         import timm
 
         return "timm resnet18", timm.create_model("resnet18", pretrained=False, num_classes=10)
-    except (ImportError, RuntimeError):  # the latter from a torchvision for another torch
+    except (ImportError, RuntimeError):  # RuntimeError: torchvision does not match torch
         from pytorchcv.models.resnet_cifar import resnet20_cifar10
 
         return "pytorchcv resnet20_cifar10", resnet20_cifar10(num_classes=10)
@@ -34,7 +34,7 @@ def main() -> None:
     print(f"largest gain: {widest.name}, {widest.bracket.lower:.5g} to {widest.bracket.upper:.5g}")
 
     limited = lipbound.constrain(copy.deepcopy(model), norm=1.0).eval()
-    lipbound.unconstrain(limited)  # plain weights again, each layer at most 1
+    lipbound.unconstrain(limited)  # plain weights again, with norm at most 1 per layer
     after = lipbound.audit(limited, (3, 32, 32))
     print(f"every convolution and Linear layer at most 1: the network at most {after.upper:.4g}")
     images = torch.rand(2, 3, 32, 32)

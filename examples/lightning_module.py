@@ -1,4 +1,4 @@
-"""The same in Lightning: a callback that adds the penalty's gradient before every step.
+"""Train with the penalty in Lightning: a callback adds its gradient before every step.
 
 pip install lightning
 python examples/lightning_module.py
@@ -14,7 +14,7 @@ import lipbound
 
 
 class LipschitzPenalty(lightning.Callback):
-    """λ Σ log bound of the module's layers; any LightningModule, any optimizer."""
+    """Adds λ Σ log bound of the layers to the loss of any LightningModule, with any optimizer."""
 
     def __init__(self, weight: float = 0.05, **options):
         self.weight, self.options = weight, options
@@ -23,7 +23,7 @@ class LipschitzPenalty(lightning.Callback):
         self.penalty = lipbound.Penalty(module, self.weight, **self.options)
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        # Gradients are averaged and unscaled here: every device adds the same.
+        # The gradients are averaged and unscaled here, so every device adds the same.
         module.log("penalty", self.penalty.add_grad_())
 
     def on_validation_epoch_end(self, trainer, module):

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop with one more line: the network trains Lipschitz-regularized.
+"""Train with Lipschitz regularization: a plain PyTorch loop with one more line.
 
 python examples/plain_loop.py
 """
@@ -19,7 +19,7 @@ def network() -> nn.Module:
 
 
 def train(weight: float, epochs: int = 8) -> tuple[nn.Module, float]:
-    """The network and its accuracy on every fifth digit; ``weight`` is the penalty's λ."""
+    """Return the network and its accuracy on every fifth digit; ``weight`` is the penalty's λ."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
@@ -34,7 +34,7 @@ def train(weight: float, epochs: int = 8) -> tuple[nn.Module, float]:
             optimizer.zero_grad()
             logits = model(images[~held][batch])
             nn.functional.cross_entropy(logits, labels[~held][batch]).backward()
-            penalty.add_grad_()  # the one line
+            penalty.add_grad_()  # the additional line
             optimizer.step()
     with torch.no_grad():
         right = model(images[held]).argmax(1) == labels[held]

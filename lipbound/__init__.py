@@ -1,7 +1,7 @@
 """Measure, certify and control the Lipschitz constant of convolutional networks.
 
-Bounds are proved to be at least σ1, in floating point too; a bracket is proved on both sides;
-estimates promise nothing; exact is an SVD at one input size.
+A bound is proved to be at least σ1; rounding errors are included in the proof. A bracket is proved
+on both sides. An estimate carries no guarantee. ``exact`` computes an SVD at one input size.
 """
 
 __version__ = "0.2.0"
@@ -54,10 +54,10 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # which knows all names, and should miss those that are not there
+if not TYPE_CHECKING:  # type checkers should still report unknown names
 
     def __getattr__(name: str) -> Any:
-        """Found where it is when it is wanted: ``lipbound --help`` answers before PyTorch."""
+        """Import a name on first use, so that ``lipbound --help`` need not load PyTorch."""
         if name in _HOMES:
             return import_module(f"lipbound.{name}")
         for home, names in _HOMES.items():

@@ -1,5 +1,6 @@
-"""``python -m lipbound``: the command line."""
+"""Run the command line with ``python -m lipbound``."""
 
 from lipbound.cli.main import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
-"""CUDA graphs and streams: work that a GPU repeats without waiting for the host.
+"""CUDA graphs and streams, which repeat GPU work without waiting for the host.
 
-A captured function must read and write its tensors where they lay at the capture, and must not look
-at their values. Weights may change in place; if they move, the owner of a graph makes a new one.
+A captured function must keep its tensors at the addresses of the capture, and must not read their
+values on the host. Weights may change in place. If they move, their owner must capture a new graph.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-WARM = 3  # calls before a capture: libraries choose their algorithms, compilers compile
+WARM = 3  # calls before a capture, in which libraries choose algorithms and code is compiled
 
-_streams: dict[int, list[torch.cuda.Stream]] = {}  # per device; a stream is never stale
+_streams: dict[int, list[torch.cuda.Stream]] = {}  # per device; streams stay valid
 
 
 def captured(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """The graph of ``work``, and what it returned: tensors that every replay overwrites."""
+    """Capture ``work``; return its graph and its result, whose tensors every replay overwrites."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = work()
@@ -28,12 +28,12 @@ def captured(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
 
 
 class Repeated(Generic[Result]):
-    """One piece of work, the same at every call: on CUDA it is captured, then replayed.
+    """Run the same work at every call: on CUDA it is captured once and then replayed.
 
-    What cannot be captured is launched one by one as before, with a warning.
+    Work that cannot be captured is launched kernel by kernel, with a warning.
 
     Args:
-        device: Where it runs; elsewhere than on CUDA it is simply called.
+        device: Device the work runs on. Without CUDA the work is simply called.
     """
 
     def __init__(self, device: torch.device):
@@ -46,8 +46,8 @@ class Repeated(Generic[Result]):
         return Repeated, (self.device,)  # a graph cannot be copied
 
     def __call__(self, work: Callable[[], Result]) -> Result:
-        """What the work returns; tensors in it are overwritten by the next call."""
-        # Looking for anomalies reads values.
+        """Return the result of ``work``. The next call overwrites its tensors."""
+        # Anomaly detection reads values, which a capture forbids.
         if (
             not self._captures
             or torch.cuda.is_current_stream_capturing()
@@ -63,7 +63,9 @@ class Repeated(Generic[Result]):
                     self._captured = captured(work)
                 except RuntimeError as error:
                     self._captures = False
-                    warnings.warn(f"no CUDA graph ({str(error).splitlines()[0]})", stacklevel=2)
+                    warnings.warn(
+                        f"cannot capture a CUDA graph ({str(error).splitlines()[0]})", stacklevel=2
+                    )
                     return work()
             graph, result = self._captured
             graph.replay()
@@ -71,7 +73,7 @@ class Repeated(Generic[Result]):
 
 
 class Replay:
-    """Keeps a CUDA graph for every key and every shape of its arguments."""
+    """Keep one CUDA graph for every key and every shape of the arguments."""
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, Any] = {}  # valid while the captured tensors do not move
@@ -83,13 +85,13 @@ class Replay:
         inputs: list[Tensor],
         keeps: Iterable[Tensor] = (),
     ) -> tuple[Tensor, ...]:
-        """``function(*inputs)``, from its graph.
+        """Return ``function(*inputs)``, computed by replaying its graph.
 
         Args:
-            key: What the function depends on besides its arguments.
-            function: From tensors to tensors.
-            inputs: Its arguments.
-            keeps: Tensors it changes, which warming up and capturing must not.
+            key: Values that the function depends on besides its arguments.
+            function: Function from tensors to tensors.
+            inputs: Arguments of the function.
+            keeps: Tensors that the function changes; they are restored after the capture.
         """
         whole = (key, *((t.shape, t.stride(), t.dtype) for t in inputs))
         if whole not in self._graphs:
@@ -104,7 +106,7 @@ class Replay:
 def _warmed(
     function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], keeps: list[Tensor]
 ) -> Any:
-    """Copies of the inputs, and the graph that reads them."""
+    """Warm up and capture; return copies of the inputs and the graph that reads them."""
     static = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
               for t in inputs]  # fmt: skip
     kept = [t.clone() for t in keeps]
@@ -124,12 +126,12 @@ def run(
     replay: Replay | None, key: Hashable, function: Callable[..., tuple[Tensor, ...]],
     inputs: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``function(*inputs)``, replayed where that is possible."""
+    """Return ``function(*inputs)``, replayed from a graph if ``replay`` is given."""
     return function(*inputs) if replay is None else replay(key, function, inputs)
 
 
 def chunk(count: int) -> int:
-    """How many of ``count`` iterations to run at a time: about ten, few to spare at the end.
+    """Choose how many of ``count`` iterations to run at once: about ten, with little excess.
 
     Example:
         >>> chunk(201), chunk(21), chunk(3)
@@ -139,7 +141,7 @@ def chunk(count: int) -> int:
 
 
 def on_streams(works: Sequence[Callable[[], Result]]) -> list[Result]:
-    """The results of all. On CUDA each has a stream of its own: small kernels leave room."""
+    """Run all functions and return their results; on CUDA each runs on its own stream."""
     if len(works) < 2 or not torch.cuda.is_initialized() or torch.compiler.is_compiling():
         return [work() for work in works]
     here = torch.cuda.current_stream()
@@ -150,7 +152,7 @@ def on_streams(works: Sequence[Callable[[], Result]]) -> list[Result]:
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             results.append(work())
-    first = works[0]()  # on the stream we are on: one less to wait for
+    first = works[0]()  # on the current stream, to wait for one stream less
     for stream in own[: len(works) - 1]:
         here.wait_stream(stream)
     return [first, *results]

@@ -1,4 +1,4 @@
-"""Estimates of σ1: no promise on which side they err. What the literature measures."""
+"""Estimates of σ1 from the literature. They may be below or above the true value."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lipbound.toeplitz import adjoint, apply
 
 
 def polygrid(layer: Layer, samples: int = 10, **geometry: object) -> Tensor:
-    r"""LipBound on an unwidened grid: the paper's Algorithm 1, what its Table 1 measured.
+    r"""Estimate σ1 by LipBound on an unwidened grid, as in the paper's Algorithm 1 and Table 1.
 
-    :math:`\sqrt{\sum_i \max_{\omega \in \Theta_S} \sum_j |f_{ij}(\omega)|^2}`, the kernel as it
-    stands (strides ignored), rows only. Below LipBound by up to the widening, and so possibly
+    :math:`\sqrt{\sum_i \max_{\omega \in \Theta_S} \sum_j |f_{ij}(\omega)|^2}`, with strides ignored
+    and the sum over rows only. It is below LipBound by up to the widening factor, so it may be
     below σ1. Differentiable.
 
     Example:
@@ -38,15 +38,15 @@ def polygrid(layer: Layer, samples: int = 10, **geometry: object) -> Tensor:
 
 
 class PowerIteration:
-    """Farnia et al.'s power method on the layer itself, with its stride, padding and input size.
+    """Power method of Farnia et al. on the layer itself, with its stride, padding and input size.
 
-    Keeps its vector between calls: a loop that calls it once a step with few iterations follows
-    the layer as it trains.
+    The vector is kept between calls, so a training loop can call it once per step with few
+    iterations.
 
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
         input_shape: ``(*spatial)`` or ``(cin, *spatial)``.
-        seed: Of the random start.
+        seed: Seed for the random start vector.
         geometry: Options of a bare kernel.
     """
 
@@ -61,28 +61,28 @@ class PowerIteration:
     def _read(self) -> Convolution:
         if not isinstance(self.layer, nn.Module):
             return self._conv
-        # Its geometry was read, and checked, once.
+        # The geometry was read and checked in __init__.
         return replace(self._conv, kernel=weight_of(self.layer))
 
     def __call__(self, iterations: int = 10) -> Tensor:
-        """Run, remember the vector, and return ‖layer(v)‖ for unit v, differentiable."""
+        """Run the iterations, keep the vector, return ‖layer(v)‖ for unit v; differentiable."""
         kernel, unit = _working(self._read())
         conv = replace(self._conv, kernel=kernel)
         left, right = powers(conv, self.vector, 1, iterations)
-        # A zero layer maps everything to zero; the next call starts afresh from where it was.
+        # A zero layer maps everything to zero, so the previous vector is kept for the next call.
         self.vector = torch.where(kernel.detach().abs().amax() > 0, right, self.vector)
         return (left * apply(conv, right)).sum() * unit
 
 
 @torch.no_grad()
 def powers(conv: Convolution, start: Tensor, count: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Left and right unit vectors after power iteration on ``count`` layers side by side.
+    """Run power iteration on ``count`` layers at once; return left and right unit vectors.
 
     Args:
-        conv: The layers as groups of one.
-        start: Input of all of them, ``(1, channels, *spatial)``.
-        count: How many layers there are; each has a vector of its own.
-        iterations: Products with every layer and its adjoint.
+        conv: The layers, as the groups of one convolution.
+        start: Start vectors of all layers, ``(1, channels, *spatial)``.
+        count: Number of layers; each has its own vector.
+        iterations: Number of products with every layer and its adjoint.
     """
 
     def unit(tensor: Tensor) -> Tensor:
@@ -105,9 +105,9 @@ def power_iteration(
     seed: int = 0,
     **geometry: object,
 ) -> Tensor:
-    """Farnia et al.'s power method from a random start: at most σ1, close to it when run long.
+    """Estimate σ1 by Farnia et al.'s power method from a random start.
 
-    For a warm start over many calls keep a :class:`PowerIteration`.
+    The value is at most σ1. To keep the vector over many calls, use :class:`PowerIteration`.
 
     Example:
         >>> 2.8 < float(power_iteration(torch.ones(1, 1, 3), (50,))) < 2.9962
@@ -118,9 +118,9 @@ def power_iteration(
 
 
 def circulant(layer: Layer, input_shape: Sequence[int] | None = None, **geometry: object) -> Tensor:
-    """Sedghi et al.: σ1 of the stride-1 layer with circular padding, exactly, at an input size.
+    """Compute σ1 of the layer with stride 1 and circular padding at an input size (Sedghi et al.).
 
-    For zero padding an estimate that can fall on either side. Differentiable.
+    For zero padding this is an estimate, which may be below or above σ1. Differentiable.
 
     Example:
         >>> circulant(torch.ones(1, 1, 3), (50,))
@@ -140,7 +140,7 @@ def circulant(layer: Layer, input_shape: Sequence[int] | None = None, **geometry
 def reshape(layer: Layer, **geometry: object) -> Tensor:
     """σ1 of the kernel reshaped to cout × (cin·taps), as in ``torch.nn.utils.spectral_norm``.
 
-    Miyato et al.'s normalization; between σ1/√taps and √taps·σ1 of the layer. Differentiable.
+    Miyato et al. normalize by it. It is between σ1/√taps and √taps·σ1 of the layer. Differentiable.
 
     Example:
         >>> reshape(torch.ones(1, 1, 3, 3))
@@ -158,17 +158,17 @@ ESTIMATES: dict[str, Callable[..., Tensor]] = {
     "circulant": circulant,
     "reshape": reshape,
 }
-"""Name → function of a layer. None of them is a bound."""
+"""Estimates by name. None of them is a bound."""
 
 
 def estimate(layer: Layer, method: str = "polygrid", **options: object) -> Tensor:
-    """A number near the layer's largest singular value, on either side of it.
+    """Estimate the layer's largest singular value; the result may be too small or too large.
 
     Args:
         layer: ``nn.Conv*d``, ``nn.ConvTranspose*d``, ``nn.Linear``, or a weight tensor with its
             geometry as options.
         method: A name in ``ESTIMATES``.
-        options: The method's own options; ``input_shape`` for those that work at a size.
+        options: Options of the method, for example ``input_shape`` if it needs an input size.
 
     Example:
         >>> estimate(torch.ones(1, 1, 3, 3))
@@ -186,7 +186,7 @@ def _working(conv: Convolution) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def power_of_two(tensor: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
-    """Near the largest entry, over ``dim`` or all: what is divided by it squares without overflow.
+    """Power of two near the largest entry over ``dim``; dividing by it avoids overflow in squares.
 
     Nothing is read back from the device. Subnormal entries stay below 1.
     """
@@ -199,26 +199,24 @@ def _required(method: str, layer: Layer, shape: Sequence[int] | None) -> Sequenc
     if shape is None:
         known = layer.input_size if isinstance(layer, Convolution) else None
         if known is None:
-            raise ValueError(
-                f"{method} works at one input size; pass input_shape=(*spatial), (32, 32) say"
-            )
+            raise ValueError(f"{method} needs an input size; pass for example input_shape=(32, 32)")
         return known
     return shape
 
 
-CHUNK = 1 << 22  # entries of products of taps at once
+CHUNK = 1 << 22  # entries of tap products held at once
 FIRST = 20  # iterations of the first call, from a random start
 
 State = tuple[Tensor, Tensor]
-"""Where a climb stands: frequencies ω ``(batch, axes)`` and vectors u ``(batch, rows, 2)``."""
+"""State of a climb: frequencies ω ``(batch, axes)`` and vectors u ``(batch, rows, 2)``."""
 
 
 class Climb:
-    """Climbs to σ1 of symbols of one shape; u is kept as real and imaginary part.
+    """Alternating ascent to σ1 of symbols of one shape; u is stored as real and imaginary part.
 
     Args:
-        shape: Of one symbol's taps, ``(rows, columns, *sizes)``.
-        seed: Of the random start.
+        shape: Shape of one symbol's taps, ``(rows, columns, *sizes)``.
+        seed: Seed for the random start vectors.
     """
 
     def __init__(self, shape: Sequence[int], seed: int = 0):
@@ -229,26 +227,26 @@ class Climb:
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Tensor, state: State | None, iterations: int) -> tuple[Tensor, State]:
-        """The values ``(batch,)``, differentiable in the real taps, and where they were found.
+        """Return the values ``(batch,)``, differentiable in the real taps, and the new state.
 
         Args:
             batch: Taps, ``(batch, rows, columns, *sizes)``.
-            state: Where to begin; a longer first climb without it.
-            iterations: How many rounds.
+            state: State to start from; ``None`` runs a longer first climb.
+            iterations: Number of rounds.
         """
         matrices, unit = self.scaled(batch)
         state, right = self.reach(matrices, state, iterations)
         return self.at(matrices, state[1], right) * unit, state
 
     def scaled(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Matrices of taps near 1, for 1e20 squared would leave float32; and their units."""
+        """Scale the taps to near 1, so that squares fit in float32; return them and their units."""
         batch = batch.reshape(len(batch), self.rows, -1)
         unit = power_of_two(batch, (1, 2))
         return batch / unit[:, None, None], unit
 
     @torch.no_grad()
     def reach(self, batch: Tensor, state: State | None, iterations: int) -> tuple[State, Tensor]:
-        """Where a climb on scaled matrices gets, and the right vectors times the waves there."""
+        """Climb on scaled matrices; return the state and the right vectors times the waves."""
         if state is None or state[0].device != batch.device:
             state = self._start(batch)
             iterations = max(iterations, FIRST)
@@ -257,13 +255,13 @@ class Climb:
         return state, right
 
     def at(self, batch: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """The scaled matrices' values at what was reached, differentiable."""
+        """Values of the scaled matrices for left and right vectors; differentiable."""
         return ((batch @ right) * left).sum((1, 2))
 
     def _start(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """A short power iteration at every point of the grid; the highest of them starts.
+        """Start at the grid point where a short power iteration gives the largest value.
 
-        Climbing in turns stops at any local peak, so where it starts matters.
+        Alternating ascent stops at any local maximum, so the start matters.
         """
         half = radians(grid(self.samples, half=True), self.samples).to(batch.device)
         draw = torch.Generator().manual_seed(self.seed)
@@ -285,9 +283,9 @@ class Climb:
     def _climb(
         self, batch: Tensor, frequency: Tensor, left: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """One round; also the right vectors times the waves, ``(batch, columns·taps, 2)``.
+        """Run one round; also return right vectors times waves, ``(batch, columns·taps, 2)``.
 
-        With y_h = u*K_h: the polynomial's coefficients are Σ_j conj(y_js) y_jt.
+        With y_h = u*K_h, the polynomial's coefficients are Σ_j conj(y_js) y_jt.
         """
         product = batch.mT @ left  # (batch, columns·taps, 2): Kᵀ(a + ib), so conj of u*K
         rows = torch.complex(product[..., 0], -product[..., 1])
@@ -302,7 +300,7 @@ class Climb:
         return (frequency, _unit(batch @ spread)), spread
 
     def _best(self, rows: Tensor, frequency: Tensor) -> Tensor:
-        """The highest of the grid, where it is, and two Newton steps along the axes from there."""
+        """Best of four frequencies: grid maximum, current one, and two Newton steps from it."""
         gram = rows.mH @ rows  # (batch, T, T)
         peak = self._on_grid(rows, gram).argmax(1)
         everywhere, taps = self._grid_and_taps(gram.device)
@@ -320,7 +318,7 @@ class Climb:
         return tried[torch.arange(len(tried), device=best.device), best]
 
     def _on_grid(self, rows: Tensor, gram: Tensor) -> Tensor:
-        """‖u*F(ω)‖² at every point, ``(batch, P)``; of many taps by a Fourier transform."""
+        """Compute ‖u*F(ω)‖² on the grid, ``(batch, P)``; by an FFT if there are many taps."""
         if self.count <= max(64, self.columns):
             everywhere, _ = self._grid_and_taps(gram.device)
             shared = self._waves(everywhere).to(gram.dtype).mT  # (T, P)
@@ -335,7 +333,7 @@ class Climb:
         return torch.polar(torch.ones_like(angle), angle)
 
     def _grid_and_taps(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Frequencies ``(P, axes)`` and positions ``(taps, axes)``, kept on every device in use."""
+        """Frequencies ``(P, axes)`` and positions ``(taps, axes)``, cached per device."""
         if device not in self._constants:
             with torch.inference_mode(False):
                 points = radians(grid(self.samples), self.samples).to(device)
@@ -344,5 +342,5 @@ class Climb:
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    """``(batch, rows, 2)``, each of norm one as a complex vector; a zero stays zero."""
+    """Normalize complex vectors ``(batch, rows, 2)``; a zero vector stays zero."""
     return vectors / torch.linalg.vector_norm(vectors, dim=(1, 2), keepdim=True).clamp_min(1e-30)

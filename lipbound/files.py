@@ -1,7 +1,7 @@
-"""Files: atomic writes, records of one JSON object a line, and weights that are read safely.
+"""Atomic writes, records with one JSON object per line, and safe loading of weights.
 
-A file is written whole or not at all, whatever kills the process. Weights are read, never executed:
-safetensors, or PyTorch files with ``weights_only``. PyTorch is imported only to read them.
+A file is written completely or not at all, even if the process is killed. Loading weights runs no
+code: they are read from safetensors, or from PyTorch files with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: the whole of it, or what was there before.
+    """Write a file atomically: afterwards it has either the new content or the old one.
 
-    It is written under another name, flushed to the disk and renamed. What killed processes left
-    of earlier attempts goes. A link stays one, and its target is written; a pipe or a device is
-    written to as it is.
+    The content is written under another name, flushed to disk and renamed. Partial files of killed
+    processes are removed. A link is kept and its target is written; a pipe or a device is written
+    directly.
 
     Raises:
-        OSError: Naming the file; nothing half-written stays behind.
+        OSError: If the file cannot be written. No partial file is left behind.
     """
     path = _target(path)
     if path.exists() and not path.is_file():
@@ -57,11 +57,11 @@ def write(path: Path, content: bytes) -> None:
 
 
 def clean(folder: Path, name: str = "*") -> None:
-    """Remove what killed processes left of files they were writing; those that still run keep it.
+    """Remove partial files of killed processes; those of running processes are kept.
 
     Args:
-        folder: Where to look.
-        name: Of the file; all by default.
+        folder: Folder to search.
+        name: Name of the file that was being written; all files by default.
     """
     for rest in folder.glob(f".{name if name == '*' else _literal(name)}.*.part"):
         if not _running(rest.name.split(".")[-2]):
@@ -69,12 +69,12 @@ def clean(folder: Path, name: str = "*") -> None:
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Add a record as a line of JSON at the end: all of it, or nothing.
+    """Append a record as one line of JSON: all of it, or nothing.
 
-    A last line that a kill cut off goes first, so that the new one stands by itself.
+    An incomplete last line, left by a killed process, is removed first.
 
     Raises:
-        OSError: Naming the file; what was there before stays.
+        OSError: If the file cannot be written. Its old records are kept.
     """
     import fcntl
 
@@ -84,7 +84,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)  # two processes may share the file
             end, line = _end_of_lines(file), (json.dumps(record) + "\n").encode()
             file.seek(end)
-            if whole_json(file.read()) is not None:  # written by hand, without its end
+            if whole_json(file.read()) is not None:  # a complete record without newline
                 end, line = file.tell(), b"\n" + line
             try:
                 file.truncate(end)
@@ -101,12 +101,12 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def rewrite(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Replace a file of records by these, in one go."""
+    """Replace a file of records atomically."""
     write(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 def whole_json(text: bytes | str) -> dict[str, Any] | None:
-    """The object, if it is a whole one; no part of a line of JSON is."""
+    """Parse a complete JSON object; return ``None`` for anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -115,17 +115,17 @@ def whole_json(text: bytes | str) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        ValueError: Naming the file, if there is none.
+        ValueError: If the file does not hold a JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is no JSON ({error}); remove it") from None
+        raise ValueError(f"{str(path)!r} is not valid JSON ({error}); remove it") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} holds no JSON object; remove it")
+        raise ValueError(f"{str(path)!r} does not hold a JSON object; remove it")
     return found
 
 
@@ -134,10 +134,10 @@ PICKLED = {".pt", ".pth", ".bin", ".ckpt"}
 
 
 def check_file(path: Path) -> None:
-    """Whether there is such a file.
+    """Check that the file exists.
 
     Raises:
-        ValueError: Saying what is there instead.
+        ValueError: If it does not exist, or is a folder.
     """
     if path.is_dir():
         inside = sorted(p.name for p in path.iterdir() if p.suffix in SAFE | PICKLED)
@@ -151,10 +151,10 @@ def check_file(path: Path) -> None:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Refuse, before the work is done, what could not be written after it.
+    """Check before a long computation that its output files can be written.
 
     Raises:
-        OSError: Naming the first such file.
+        OSError: If one cannot be written. The message names the first such file.
     """
     for path in paths:
         if path is None:
@@ -166,7 +166,7 @@ def check_writable(*paths: Path | None) -> None:
                 raise IsADirectoryError(21, "it is a folder")
             if path.exists() and not os.access(path, os.W_OK):
                 raise PermissionError(13, "it is read-only")
-            if path.exists() and not path.is_file():  # a pipe, say
+            if path.exists() and not path.is_file():  # for example a pipe
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             part.touch()
@@ -176,12 +176,12 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def _target(path: Path) -> Path:
-    """Where a link leads."""
+    """Resolve a symbolic link."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _end_of_lines(file: Any) -> int:
-    """Where the last whole line ends."""
+    """Offset at which the last complete line ends."""
     size, block = file.seek(0, os.SEEK_END), 1 << 16
     for start in range((size - 1) // block * block, -1, -block):
         file.seek(start)
@@ -205,7 +205,7 @@ def _running(process: str) -> bool:
     except (ValueError, ProcessLookupError):
         return False
     except OSError:
-        pass  # it runs, and is another user's
+        pass  # it runs, but belongs to another user
     return True
 
 
@@ -215,11 +215,11 @@ def _literal(name: str) -> str:
 
 def _refusal(path: Path, error: OSError) -> OSError:
     reason = error.strerror or str(error)
-    return OSError(f"cannot write {str(path)!r}: {reason}; what was there before stays")
+    return OSError(f"cannot write {str(path)!r}: {reason}; its old content is unchanged")
 
 
 def provenance(device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """What every record says of where it was made."""
+    """Describe the software and hardware, for every record."""
     import torch
 
     from lipbound import __version__
@@ -235,12 +235,12 @@ def provenance(device: str = "cpu", seed: int = 0) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file; none if it does not exist yet.
+    """Read all records of a file; return an empty list if it does not exist.
 
-    A last line without its end is one that a kill cut off: it was never a record.
+    An incomplete last line, left by a killed process, is ignored.
 
     Raises:
-        ValueError: If a line is no JSON object.
+        ValueError: If a line is not a JSON object.
     """
     if not path.exists():
         return []
@@ -255,12 +255,12 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}: {error}; remove the line") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{path}, line {number}: no JSON object; remove the line")
+        raise ValueError(f"{path}, line {number}: not a JSON object; remove the line")
     return record
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters spelled out: a name cannot speak to the terminal.
+    r"""Escape control characters, so that a name cannot send commands to the terminal.
 
     Example:
         >>> print(printable("conv\x1b[2J"))
@@ -273,14 +273,14 @@ def printable(text: str) -> str:
     )
 
 
-ROOM, MOST = 1 << 28, 16  # bytes that tensors may take whatever the file's size, and times that
+ROOM, MOST = 1 << 28, 16  # tensors may take ROOM bytes, or MOST times the file's size
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name; nested state dicts (``state_dict``, ``model``) are opened.
+    """Read the tensors of a file by name, also from a nested ``state_dict`` or ``model``.
 
     Raises:
-        ValueError: Saying what is wrong with the file.
+        ValueError: If the file cannot be read. The message gives the reason.
     """
     check_file(path)
     if path.stat().st_size == 0:
@@ -291,11 +291,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         content = _pickled(path)
     else:
         known = ", ".join(sorted(SAFE | PICKLED))
-        raise ValueError(f"cannot read {str(path)!r}; weights come as {known}")
+        raise ValueError(f"cannot read {str(path)!r}; supported formats are {known}")
     tensors = _tensors(content)
     if not tensors:
         raise ValueError(f"{str(path)!r} holds no tensors")
-    # A few bytes may stand for a tensor of any size: every entry the same one.
+    # A few bytes can describe a tensor of any size whose entries share memory.
     claimed = sum(t.numel() * t.element_size() for t in tensors.values())
     if claimed > max(ROOM, MOST * path.stat().st_size):
         raise ValueError(
@@ -306,10 +306,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _pickled(path: Path) -> Any:
-    """What PyTorch reads of a file of its own without executing any of it.
+    """Load a PyTorch file without running code from it.
 
     Raises:
-        ValueError: If it holds more than weights, or is damaged.
+        ValueError: If it holds objects other than weights, or is damaged.
     """
     import torch
 
@@ -319,26 +319,22 @@ def _pickled(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except _Bomb:
         raise
-    except Exception as error:  # a damaged file may end in any
-        named = re.search(r"GLOBAL \S+", str(error))  # what it would have called
+    except Exception as error:  # a damaged file may raise any exception
+        named = re.search(r"GLOBAL \S+", str(error))  # the object it refers to
         first = shorten(str(error).strip().partition("\n")[0], 120, placeholder=" ...")
         said = named[0] if named else f"{type(error).__name__} {first}".strip()
         raise ValueError(
-            f"{str(path)!r} holds more than weights, or is damaged ({said}); nothing of "
-            f"it was run. Save model.state_dict(), as safetensors if you can"
+            f"{str(path)!r} holds objects other than weights, or is damaged ({said}); none of "
+            f"its code was run. Save model.state_dict(), preferably as safetensors"
         ) from None
 
 
 class _Bomb(ValueError):
-    """An archive that grows."""
+    """Raised for an archive that is larger when unpacked."""
 
 
 def _refuse_bomb(path: Path) -> None:
-    """PyTorch stores without compression: an archive that grows when it is opened is none of its.
-
-    Raises:
-        ValueError: If it would.
-    """
+    """Raise :class:`_Bomb` for a compressed archive; PyTorch does not compress its files."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -358,7 +354,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:
-        raise ValueError(f"{str(path)!r} is no complete safetensors file: {error}") from None
+        raise ValueError(f"{str(path)!r} is not a complete safetensors file: {error}") from None
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:

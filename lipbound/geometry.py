@@ -1,7 +1,7 @@
-"""Read any convolution, a module or a bare kernel, into one plain description.
+"""Describe any convolution, given as a module or as a bare kernel, by one dataclass.
 
-Everything else in the package takes what :func:`convolution` returns, so a layer is read, and a
-bad one refused, in exactly one place.
+All other modules use the result of :func:`convolution`, so layers are read and checked in one
+place.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NUMPY_MODES = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "r
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution's kernel and geometry, D spatial axes (D = 0: a matrix, as in Linear).
+    """Kernel and geometry of a convolution with D spatial axes (D = 0: a matrix, as in Linear).
 
     Attributes:
         kernel: ``(cout, cin / groups, *spatial)``. A transposed convolution is the adjoint of an
-            ordinary one with the very same weight tensor; ``kernel`` is that one's.
-        stride: Per axis.
-        dilation: Per axis.
+            ordinary one with the same weight tensor; ``kernel`` is that of the ordinary one.
+        stride: Stride per axis.
+        dilation: Dilation per axis.
         groups: Number of independent channel blocks.
         padding: ``(before, after)`` per axis.
         padding_mode: ``'zeros'``, ``'circular'``, ``'reflect'`` or ``'replicate'``.
@@ -61,7 +61,7 @@ class Convolution:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """How far apart the first and the last tap are, per axis: a·(s − 1)."""
+        """Distance between the first and the last tap per axis, a·(s − 1)."""
         sizes = self.kernel.shape[2:]
         return tuple(a * (s - 1) for a, s in zip(self.dilation, sizes, strict=True))
 
@@ -83,7 +83,7 @@ class Convolution:
         return tuple((n + sum(p) - w - 1) // t + 1 for n, w, t, p, _ in axes)
 
     def pixels(self, axis: int, size: int) -> NDArray[np.int64]:
-        """The input index that each padded position shows, −1 for a zero."""
+        """Input index that each padded position copies, −1 for a zero."""
         source, pad = np.arange(size), self.padding[axis]
         if self.padding_mode == "zeros":
             return np.pad(source, pad, constant_values=-1)
@@ -92,13 +92,13 @@ class Convolution:
     def symbol_stride(self) -> tuple[int, ...]:
         """The stride whose polyphase symbol bounds this layer, per axis.
 
-        Dilation and stride reduce each other: taps at a·h, split by residue mod t, touch only the
-        residues that are multiples of g = gcd(a, t), and what is left (a/g coprime to t/g) gives
-        each phase every (t/g)-th tap, at frequency (a/g)·ω and up to a unit phase per column. The
-        supremum is that of dilation 1 and stride t/g.
+        Dilation and stride partly cancel. Taps at a·h, split by residue mod t, touch only the
+        residues that are multiples of g = gcd(a, t). Since a/g and t/g are coprime, each phase has
+        every (t/g)-th tap, at frequency (a/g)·ω and up to a unit phase per column. The supremum is
+        therefore that of dilation 1 and stride t/g.
 
         Circular padding wraps around n pixels, so the rows kept by a stride t lie on the multiples
-        of gcd(t, n) and no coarser lattice: without knowing n, on all pixels.
+        of gcd(t, n). If n is unknown, they may lie on all pixels.
         """
         strides = self.stride
         if self.padding_mode == "circular":
@@ -107,11 +107,11 @@ class Convolution:
         return tuple(t // math.gcd(a, t) for a, t in zip(self.dilation, strides, strict=True))
 
     def padding_gain(self) -> float:
-        """Norm of the padding operator: √(largest number of copies of one pixel), axes multiply.
+        """Norm of the padding operator P: √(largest number of copies of one pixel).
 
-        The layer is a zero-padded convolution after P, and PᵀP is diagonal with those counts.
-        For circular padding it is rather the circulant's rows that repeat, when the output is
-        longer than the input. Without an input size the count holds for every size.
+        The layer is a zero-padded convolution after P. PᵀP is diagonal with the numbers of copies,
+        which multiply over the axes. For circular padding the circulant's rows repeat instead, if
+        the output is longer than the input. Without an input size the count holds for every size.
         """
         return math.sqrt(math.prod([self._copies(axis) for axis in range(self.dims)]))
 
@@ -130,7 +130,7 @@ class Convolution:
             return int(np.bincount(self.pixels(axis, size[axis])).max())
         if mode == "reflect":
             return 1 + (before > 0) + (after > 0)
-        return 1 + before + after  # replicate, one pixel wide
+        return 1 + before + after  # replicate, for an input one pixel wide
 
 
 def convolution(
@@ -150,20 +150,21 @@ def convolution(
     Args:
         layer: ``nn.Conv*d``, ``nn.ConvTranspose*d``, ``nn.Linear``, or a weight tensor
             ``(cout, cin / groups, *spatial)`` (transposed: ``(cin, cout / groups, *spatial)``).
-        stride: For a bare kernel, as all below but the last; one int or one per axis. Default 1.
-        dilation: Default 1.
-        groups: Default 1.
+        stride: Stride, one int or one per axis. Default 1. This and the next six options are for
+            bare kernels only.
+        dilation: Dilation, one int or one per axis. Default 1.
+        groups: Number of groups. Default 1.
         padding: ``'same'`` (default), ``'valid'``, or the amount on both sides.
         padding_mode: ``'zeros'`` (default), ``'circular'``, ``'reflect'``, ``'replicate'``.
-        transposed: Default ``False``.
-        output_padding: For transposed kernels. Default 0.
-        input_shape: ``(*spatial)`` or ``(cin, *spatial)``: narrows what holds for every input
-            size to what holds for this one.
+        transposed: Whether the kernel is that of a transposed convolution. Default ``False``.
+        output_padding: Output padding of a transposed kernel. Default 0.
+        input_shape: ``(*spatial)`` or ``(cin, *spatial)``. Results then hold for this input size
+            only and may be tighter.
 
     Raises:
-        TypeError: If it is no convolution, or one with a forward of its own, or its weights are no
-            real floating-point tensor.
-        ValueError: If the kernel or an option makes no sense.
+        TypeError: If the layer is not a convolution, if it overrides ``forward``, or if its weight
+            is not a real floating-point tensor.
+        ValueError: If the kernel or an option is invalid.
 
     Example:
         >>> convolution(nn.Conv2d(3, 8, 5, stride=2, padding=2)).stride
@@ -183,19 +184,19 @@ def convolution(
         name = next(iter(given))
         raise TypeError(
             f"{name}={given[name]!r} was given with {type(layer).__name__}, which has its own; "
-            f"leave it out, or pass the weight tensor"
+            f"remove the option, or pass the weight tensor"
         )
     if isinstance(layer, Convolution):
         conv = layer
         return conv if input_shape is None else _with_input_shape(conv, input_shape)
     if not torch.compiler.is_compiling() and own_forward(layer):
         raise TypeError(
-            f"{type(layer).__name__} has a forward of its own, which need not use its weight as it "
-            f"is; pass the weight with its geometry if it does; else audit it, or exclude it"
+            f"{type(layer).__name__} overrides forward and may not use its weight unchanged; if it "
+            f"does, pass the weight tensor with its geometry; otherwise audit or exclude the layer"
         )
     if isinstance(layer, _ConvNd):
         given = {name: getattr(layer, name) for name in options}
-        given["transposed"] = isinstance(layer, _ConvTransposeNd)  # which its forward is by type
+        given["transposed"] = isinstance(layer, _ConvTransposeNd)  # forward goes by the type
         kernel = weight_of(layer)
     elif isinstance(layer, nn.Linear):
         kernel = weight_of(layer)
@@ -215,7 +216,7 @@ def convolution(
     group_count = given.get("groups", 1)
     if not isinstance(group_count, int) or group_count < 1 or kernel.shape[0] % group_count:
         raise ValueError(
-            f"groups={group_count!r} does not divide the kernel's first axis, {kernel.shape[0]}"
+            f"groups={group_count!r} must divide the kernel's first axis, {kernel.shape[0]}"
         )
     dilations = _per_axis("dilation", given.get("dilation", 1), dims, least=1)
     conv = Convolution(
@@ -232,14 +233,14 @@ def convolution(
         input_size=None,
     )
     if conv.transposed and mode != "zeros":
-        raise ValueError(f"padding_mode={mode!r} with a transposed convolution; use 'zeros'")
+        raise ValueError(f"padding_mode={mode!r}: a transposed convolution supports only 'zeros'")
     return conv if input_shape is None else _with_input_shape(conv, input_shape)
 
 
 def own_forward(layer: object) -> bool:
-    """Whether a convolution, Linear or BatchNorm computes by a forward of its own, not PyTorch's.
+    """Whether a convolution, Linear or BatchNorm layer overrides PyTorch's forward.
 
-    Then its weight need not be its kernel: weights may be standardized or masked on the way.
+    Such a layer may not use its weight unchanged: it may for example standardize or mask it.
     """
     if not isinstance(layer, _ConvNd | nn.Linear | _BatchNorm):
         return False
@@ -252,11 +253,11 @@ def own_forward(layer: object) -> bool:
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """The weight that the layer's next forward will use.
+    """Return the weight that the layer's next forward pass will use.
 
-    PyTorch's hooks of before parametrizations (``weight_norm``, ``spectral_norm``, ``prune`` in
-    ``torch.nn.utils``) set the attribute just before it; until then it is of the last one. Of other
-    hooks nothing is known here: they are no part of the layer.
+    The older hooks of PyTorch (``weight_norm``, ``spectral_norm``, ``prune`` in ``torch.nn.utils``)
+    set the attribute ``weight`` at the start of a forward pass, so it is outdated until then. Other
+    hooks are ignored.
     """
     for hook in () if torch.compiler.is_compiling() else layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == "weight":
@@ -269,7 +270,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 
 def named(name: str, layer: Layer, **geometry: Any) -> Convolution:
-    """:func:`convolution` of one layer among others: what is wrong with it begins with its name."""
+    """Call :func:`convolution`; error messages begin with the layer's name."""
     try:
         return convolution(layer, **geometry)
     except (ValueError, TypeError) as error:
@@ -277,14 +278,12 @@ def named(name: str, layer: Layer, **geometry: Any) -> Convolution:
 
 
 def check_kernel(kernel: Tensor) -> None:
-    """Refuse what is no finite, real, non-empty floating-point kernel, and say what to do."""
+    """Check that the kernel is a finite, real, non-empty floating-point tensor."""
     compiling = torch.compiler.is_compiling()  # a graph cannot branch on values
     if kernel.is_nested:
-        raise TypeError("the kernel is a nested tensor; pass one dense tensor, kernel[0] say")
+        raise TypeError("the kernel is a nested tensor; pass a dense tensor, for example kernel[0]")
     if not compiling and is_lazy(kernel):
-        raise ValueError(
-            "the layer is lazy and has no weights yet; run one batch through it, then ask again"
-        )
+        raise ValueError("the layer is lazy and has no weights yet; run one batch through it first")
     shape = tuple(kernel.shape)
     if not 2 <= kernel.ndim <= 5:
         raise ValueError(
@@ -293,7 +292,7 @@ def check_kernel(kernel: Tensor) -> None:
     if kernel.numel() == 0:
         raise ValueError(f"the kernel is empty, shape {shape}; every axis must be at least 1")
     if not kernel.is_floating_point():
-        kind, fix = "not floating-point", "pass real weights, kernel.float() say"
+        kind, fix = "not floating-point", "pass real weights, for example kernel.float()"
         if kernel.is_complex():
             kind, fix = "complex", "pass its real form, [[Re K, -Im K], [Im K, Re K]]"
         elif kernel.is_quantized:
@@ -307,7 +306,7 @@ def check_kernel(kernel: Tensor) -> None:
         )
     if kernel.layout is not torch.strided:
         raise TypeError(f"the kernel's layout {kernel.layout} is not dense; use kernel.to_dense()")
-    # One reduction: a NaN or an infinity is its own least or greatest.
+    # One reduction finds both: NaN and infinity appear in the minimum or the maximum.
     if not compiling and not all(map(math.isfinite, map(float, torch.aminmax(kernel.detach())))):
         bad = int((~torch.isfinite(kernel)).sum())
         raise ValueError(
@@ -318,18 +317,18 @@ def check_kernel(kernel: Tensor) -> None:
 
 def _with_input_shape(conv: Convolution, shape: Sequence[int]) -> Convolution:
     if isinstance(shape, int):
-        raise ValueError(f"input_shape={shape} is no shape; pass {(shape,) * conv.dims} say")
+        raise ValueError(f"input_shape={shape} is not a shape; pass {(shape,) * conv.dims}")
     try:
         shape = tuple(operator.index(n) for n in shape)
     except TypeError:
-        raise ValueError(f"input_shape={tuple(shape)} must be whole numbers") from None
+        raise ValueError(f"input_shape={tuple(shape)} must contain integers only") from None
     size = shape[-conv.dims :] if conv.dims else ()
     expected = f"({', '.join(['n'] * conv.dims)}) or ({conv.in_channels}, ...)"
     if len(shape) - conv.dims not in (0, 1) or any(n < 1 for n in shape):
         raise ValueError(f"input_shape={shape} does not fit the layer; it takes {expected}")
     if len(shape) > conv.dims and shape[0] != conv.in_channels:
         raise ValueError(
-            f"input_shape={shape} has {shape[0]} channels, the layer takes {conv.in_channels}"
+            f"input_shape={shape} has {shape[0]} channels, but the layer takes {conv.in_channels}"
         )
     limit = {"reflect": 1, "circular": 0}.get(conv.padding_mode)
     for n, pair in zip(size, conv.padding, strict=True):
@@ -340,7 +339,7 @@ def _with_input_shape(conv: Convolution, shape: Sequence[int]) -> Convolution:
             )
     if any(n < 1 for n in conv.output_size(size)):
         raise ValueError(
-            f"input_shape={shape} is smaller than the kernel {tuple(conv.kernel.shape)} reaches; "
+            f"input_shape={shape} is too small for the kernel {tuple(conv.kernel.shape)}; "
             f"the output would be empty"
         )
     return replace(conv, input_size=size)
@@ -360,15 +359,12 @@ def _per_axis(name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
 
 
 def _padded_before(layer: _ConvNd, dims: int) -> tuple[tuple[int, int], ...]:
-    """What PyTorch's forward pads by in a mode other than zeros: not ``layer.padding``.
-
-    It is computed from that when the layer is made, and stays as it was.
-    """
+    """Padding in modes other than zeros, which PyTorch fixes when it creates the layer."""
     amounts = [operator.index(n) for n in layer._reversed_padding_repeated_twice]
     if len(amounts) != 2 * dims or min(amounts, default=0) < 0:
         raise ValueError(
-            f"_reversed_padding_repeated_twice={amounts} is no padding of {dims} axes; make the "
-            f"layer anew"
+            f"_reversed_padding_repeated_twice={amounts} is not a padding of {dims} axes; create "
+            f"the layer again"
         )
     return tuple((amounts[2 * i], amounts[2 * i + 1]) for i in reversed(range(dims)))
 

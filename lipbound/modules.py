@@ -1,4 +1,4 @@
-"""A model in eval mode, with frozen parameters, or watched for the shapes its layers see."""
+"""Run a model in eval mode, freeze its parameters, or record its layers' input shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lipbound.runtime import first_line, widened
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[nn.Module]:
-    """The model with every part in eval mode; each part's own mode comes back afterwards."""
+    """Put every submodule in eval mode; restore each one's own mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield model.eval()
@@ -28,7 +28,7 @@ LINEAR_LAYERS = (_ConvNd, nn.Linear, _BatchNorm)
 
 
 def input_shapes(model: nn.Module, input_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """What reaches each convolution, Linear and BatchNorm in one forward pass, less the batch."""
+    """Record the input shape, without batch, of each convolution, Linear and BatchNorm layer."""
     seen: dict[str, tuple[int, ...]] = {}
     hooks = []
     for name, layer in model.named_modules():
@@ -40,7 +40,7 @@ def input_shapes(model: nn.Module, input_shape: Sequence[int]) -> dict[str, tupl
             hooks.append(layer.register_forward_pre_hook(record))
     try:
         parameter = next(model.parameters())
-        with torch.no_grad(), in_eval(model):  # in training BatchNorm would learn from zeros
+        with torch.no_grad(), in_eval(model):  # else BatchNorm would learn from the zeros
             model(torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device))
     finally:
         for hook in hooks:
@@ -50,7 +50,7 @@ def input_shapes(model: nn.Module, input_shape: Sequence[int]) -> dict[str, tupl
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Parameters without gradients: an attack's graph then has the image's alone."""
+    """Turn off gradients of the parameters, so that an attack differentiates only the image."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         p.requires_grad_(False)
@@ -64,16 +64,16 @@ def frozen(model: nn.Module) -> Iterator[None]:
 def batch_norm_gains(
     variance: Tensor, weight: Tensor | None, eps: float, least: torch.dtype = torch.float64
 ) -> Tensor:
-    """γ/√(var + ε) per channel: what BatchNorm multiplies by in eval mode.
+    """Factors γ/√(var + ε) per channel by which BatchNorm multiplies in eval mode.
 
-    Computed in ``least`` or better; in float64 each is off by at most four roundings.
+    Computed at least in the precision ``least``. In float64 each has at most four roundings.
     """
     deviation = (widened(variance, least) + eps).sqrt()
     return 1 / deviation if weight is None else widened(weight, least) / deviation
 
 
 def check_takes(model: nn.Module, inputs: Tensor) -> None:
-    """Run the model once on ``inputs``, in eval mode.
+    """Check that the model takes ``inputs``, by one forward pass in eval mode.
 
     Raises:
         ValueError: If the model does not take such inputs.

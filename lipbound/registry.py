@@ -1,4 +1,4 @@
-"""Look a method up by name and call it, with errors that say what there is."""
+"""Look up a method by name and call it; errors list the valid names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def call(
     layer: Layer,
     options: Mapping[str, object],
 ) -> Tensor:
-    """``table[method](layer, **options)``, an unknown method or option refused by name."""
+    """Call ``table[method](layer, **options)`` after checking the method and the options."""
     if method not in table:
         close = get_close_matches(str(method), table, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -36,7 +36,7 @@ def call(
 
 @cache
 def _options(method: Callable[..., Tensor]) -> dict[str, None]:
-    """What a method takes besides the layer: its own options, then a bare kernel's geometry."""
+    """List the options of a method: its own, then the geometry of a bare kernel."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     own = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
     return dict.fromkeys([*own, *GEOMETRY])

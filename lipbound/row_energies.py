@@ -1,4 +1,4 @@
-r"""Row energies of a symbol and their peaks on a grid: what LipBound sums.
+r"""Row energies of a symbol and their maxima on a grid, which LipBound sums.
 
 A row of a convolution, one output channel's weights ``(channels, taps)``, has the energy
 :math:`p(\omega) = \sum_j |F_j(\omega)|^2`, summed over the phases of a stride. It is a real
@@ -7,9 +7,9 @@ then at the lag (a − b)/t,
 
 .. math:: p(\omega) = \sum_{a, b} \Big(\sum_j K_{ja} K_{jb}\Big) \cos(\mathrm{lag}_{ab}\cdot\omega).
 
-So a row is read once, for its few lag sums, and the grid costs one small cosine transform. Its
-gradient at the maximizer ω* is :math:`2 K\,C` with :math:`C_{ab} = \cos(\mathrm{lag}_{ab}\cdot
-\omega^*)`: a second pass over the weights, no graph.
+A row is thus read once to compute its few lag sums, and the grid costs one small cosine transform.
+The gradient at the maximizer ω* is :math:`2 K\,C` with :math:`C_{ab} = \cos(\mathrm{lag}_{ab}\cdot
+\omega^*)`, which takes a second pass over the weights and no autograd graph.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from torch import Tensor
 from lipbound.runtime import piece
 from lipbound.symbols import grid, positions, widening
 
-POINTS = 1 << 14  # of a penalty's grid; 3d kernels get a coarser one, and a larger widening
-CHUNK = 1 << 23  # elements of a temporary
+POINTS = 1 << 14  # grid points of a penalty; 3d kernels get a coarser grid and more widening
+CHUNK = 1 << 23  # elements of a temporary tensor
 TABLE = 1 << 27  # entries of a table of cosines; beyond it the transform goes axis by axis
 
 
 @dataclass(frozen=True)
 class Lags:
-    """Which taps of a kernel meet at which lag, and the grid they are summed on.
+    """Lags at which pairs of taps of a kernel meet, and the frequency grid.
 
     Attributes:
-        sizes: Taps per axis, as the weight has them.
-        stride: Per axis, dilation already taken out.
+        sizes: Taps per axis of the weight.
+        stride: Stride per axis, after dilation is taken out.
         samples: Grid points per axis.
     """
 
@@ -54,13 +54,13 @@ class Lags:
 
     @property
     def vectors(self) -> list[tuple[int, ...]]:
-        """The lags, zero first, then one of each pair ±l: the upper half, row by row, of a box."""
+        """The lags: zero first, then one of each pair ±l, as the upper half of a box row by row."""
         reach = [range(1 - m, m) for m in phase_taps(self.sizes, self.stride)]
         box = list(itertools.product(*reach))
         return box[len(box) // 2 :]
 
     def meeting(self) -> Tensor:
-        """For each pair of taps, (taps × taps) flat: the index of their lag, −1 if they never meet.
+        """Index of the lag of each pair of taps, flat (taps × taps), or −1 if they never meet.
 
         p is even, so the lags l and −l count as one.
         """
@@ -80,7 +80,7 @@ class Lags:
 
     @property
     def points(self) -> Tensor:
-        """Indices of the grid's points, ``(points, axes)``: one of each pair ±ω, or more."""
+        """Indices of the grid points, ``(points, axes)``: at least one of each pair ±ω."""
         if not self.by_axes:
             return grid(self.samples, half=True)
         return positions([self.samples[0] // 2 + 1, *self.samples[1:]])
@@ -96,11 +96,11 @@ class Lags:
     def on(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """The table ``(lags, points)``, the selector ``(taps², lags)`` and ``meeting``, there.
+        """Table ``(lags, points)``, selector ``(taps², lags)`` and ``meeting`` on the device.
 
-        Lag sums count each pair of taps once in either order, so the selector already has the
-        factor two of l and −l. ``None`` for what would be too large: for 31×31 taps the selector
-        would take 7 GB.
+        Lag sums count each pair of taps in both orders, so the selector already has the factor two
+        of l and −l. A tensor that would be too large is ``None``: for 31×31 taps the selector would
+        take 7 GB.
         """
         if (device, dtype) not in self._placed:
             with torch.inference_mode(False):  # a gradient may need them later
@@ -113,7 +113,7 @@ class Lags:
         return self._placed[device, dtype]
 
     def widening(self, kind: str = "best") -> float:
-        """The factor from the grid's maximum to the supremum, for the root of an energy."""
+        """Factor from the maximum on the grid to the supremum, for the root of an energy."""
         return widening(self.samples, phase_taps(self.sizes, self.stride), kind)
 
     def relative_error(self, rows: Tensor, dtype: torch.dtype | None = None) -> float:
@@ -122,8 +122,8 @@ class Lags:
         A lag sum is an inner product of at most channels·taps terms and the transform one of
         ``lags`` terms (complex, axis by axis, where there is no table), so p is off by at most
         :math:`\gamma_k \sum_{ab}\sum_j |K_{ja}||K_{jb}| \leq \gamma_k T \sum_{ja} K_{ja}^2`
-        with T taps. That last sum is p's mean over the grid, hence at most its maximum. Adding
-        up the rows' peaks is counted too. Products that underflow are not.
+        with T taps. That last sum is p's mean over the grid, hence at most its maximum. The sum
+        over the rows' peaks is included. Products that underflow are not.
         """
         count, channels, taps = rows.shape
         reach = phase_taps(self.sizes, self.stride)
@@ -135,20 +135,20 @@ class Lags:
 
 @lru_cache(maxsize=256)
 def on_grid(sizes: tuple[int, ...], stride: tuple[int, ...], samples: tuple[int, ...]) -> Lags:
-    """The lags of a kernel on a grid, with the tables that earlier calls made for them."""
+    """Return :class:`Lags` of a kernel on a grid from a cache, so that tables are reused."""
     return Lags(sizes, stride, samples)
 
 
 def lags(sizes: tuple[int, ...], stride: tuple[int, ...], samples: int | None = None) -> Lags:
-    """The lags of a kernel, with ``samples`` grid points per axis.
+    """Return the lags of a kernel for ``samples`` grid points per axis.
 
-    ``None`` takes 32 per unit of degree, fewer where the grid would grow past ``POINTS``.
+    ``None`` uses 32 points per unit of degree, and fewer if the grid would exceed ``POINTS``.
     """
     left = phase_taps(sizes, stride)
     if samples is not None and (not isinstance(samples, int) or samples < max([*left, 1])):
         raise ValueError(
             f"samples={samples!r} must be an integer of at least {max([*left, 1])} for a kernel "
-            f"of {'×'.join(map(str, sizes))} taps, or None to choose"
+            f"of {'×'.join(map(str, sizes))} taps, or None for the default"
         )
     density = 16.0
     while True:
@@ -162,7 +162,7 @@ def lags(sizes: tuple[int, ...], stride: tuple[int, ...], samples: int | None = 
 
 
 def phase_taps(sizes: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Taps that one phase of the stride has, per axis."""
+    """Number of taps per axis in one phase of the stride."""
     return tuple(-(-s // t) for s, t in zip(sizes, stride, strict=True))
 
 
@@ -172,13 +172,13 @@ def by_columns(
     """Whether LipBound sums over a kernel's input channels instead of its output channels.
 
     The adjoint has the same norm, so either sum is a bound, and the one of fewer terms is usually
-    smaller: with one input channel it is sup σ1(F) itself. It is taken where it costs nothing, the
-    weight being read in another order: with stride 1, one group and nothing folded into the rows.
+    smaller: with one input channel it is sup σ1(F) itself. It is used only where it costs nothing
+    extra: with stride 1, one group and nothing folded into the rows.
 
     Args:
-        shape: Of the kernel, ``(cout, cin, *spatial)``.
-        stride: Of the symbol, dilation taken out.
-        groups: Of the layer.
+        shape: Shape of the kernel, ``(cout, cin, *spatial)``.
+        stride: Stride of the symbol, after dilation is taken out.
+        groups: Number of groups of the layer.
         folded: Whether the rows are multiplied by a BatchNorm's gains.
     """
     plain = groups == 1 and not folded and all(t == 1 for t in stride)
@@ -188,14 +188,14 @@ def by_columns(
 def row_peaks(
     rows: Tensor, kind: Lags, locate: bool = True, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row's largest energy on the grid, and the index of the point where it is.
+    """Compute each row's largest energy on the grid, and the index of that grid point.
 
     Differentiable in ``rows``.
 
     Args:
         rows: ``(rows, channels, taps)``.
-        kind: Of these taps.
-        locate: ``False`` leaves the points out, which a value alone does not need.
+        kind: Lags of these taps.
+        locate: ``False`` omits the indices, which the value alone does not need.
         dtype: Precision to compute in; that of the rows by default.
 
     Returns:
@@ -222,12 +222,12 @@ def row_peaks(
 
 
 def _energies(rows: Tensor, kind: Lags) -> Tensor:
-    """p at every point of the grid, ``(rows, points)``."""
+    """Compute the energies p at every grid point, ``(rows, points)``."""
     table, selector, meeting = kind.on(rows.device, rows.dtype)
     products = (rows.mT @ rows).flatten(1)  # (rows, taps²)
     if selector is not None:
         sums = products @ selector
-    else:  # what never meets goes to one more place at the end
+    else:  # pairs that never meet go to an extra last entry
         count = len(kind.vectors)
         sums = products.new_zeros(len(rows), count + 1)
         sums = sums.index_add(1, meeting % (count + 1), products)[:, :-1]
@@ -235,7 +235,7 @@ def _energies(rows: Tensor, kind: Lags) -> Tensor:
 
 
 def _by_axes(sums: Tensor, kind: Lags) -> Tensor:
-    """Re Σ s_l e^{il·ω} one axis after the other; zeros stand for the lags below zero."""
+    """Compute Re Σ s_l e^{il·ω} axis by axis; lags below zero are filled with zeros."""
     box = [2 * m - 1 for m in phase_taps(kind.sizes, kind.stride)]
     below = sums.new_zeros(len(sums), math.prod(box) // 2)
     values = torch.cat([below, sums], 1).reshape(-1, *box)
@@ -267,6 +267,6 @@ def add_row_gradient_(
 
 
 def root(energy: Tensor) -> Tensor:
-    """√ with a zero gradient at zero."""
+    """Square root with a zero gradient at zero."""
     positive = energy > 0
     return torch.where(positive, torch.where(positive, energy, 1.0).sqrt(), energy)

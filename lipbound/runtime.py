@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -19,16 +20,16 @@ from torch import Tensor
 T = TypeVar("T")
 
 SMALLER, LEAST = 8, 1 << 24
-_divisor = 1  # what pieces are divided by; a global, as a compiled graph may read it
+_divisor = 1  # divisor of piece sizes; a global, because a compiled graph may read it
 
 
 def piece(size: int) -> int:
-    """How much of a temporary to hold at once: ``size``, or less after memory ran out."""
+    """Size of a temporary tensor to hold at once: ``size``, or less after memory ran out."""
     return max(1, size // _divisor)
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether it says that there is no memory left, on a GPU or not."""
+    """Whether the error reports that memory ran out, on a GPU or on the CPU."""
     said = ("can't allocate memory", "not enough memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in said)
@@ -36,10 +37,10 @@ def ran_out(error: BaseException) -> bool:
 
 
 def in_pieces(run: Callable[[], T]) -> T:
-    """The result of ``run``, tried again with smaller pieces each time memory runs out.
+    """Return ``run()``; each time memory runs out, try again with smaller pieces.
 
     Raises:
-        MemoryError: If the smallest do not fit either, saying what to do.
+        MemoryError: If even the smallest pieces do not fit.
     """
     global _divisor
     if torch.compiler.is_compiling():
@@ -55,8 +56,8 @@ def in_pieces(run: Callable[[], T]) -> T:
                 first = str(error).strip().splitlines()[0][:160]
             if _divisor >= LEAST:
                 raise MemoryError(
-                    f"out of memory, in the smallest pieces too ({first}); free some, compute on "
-                    f"the CPU (device='cpu', or layer.cpu()), or ask for method='lipbound'"
+                    f"out of memory even with the smallest pieces ({first}); free memory, compute "
+                    f"on the CPU (device='cpu', or layer.cpu()), or use method='lipbound'"
                 )
             _divisor *= SMALLER
             if torch.cuda.is_available():
@@ -71,10 +72,10 @@ _holders = 0
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """For many small factorizations: OpenBLAS's threads wait for each other longer than they work.
+    """Limit OpenBLAS to one thread, which is faster for many small factorizations.
 
-    PyTorch keeps its own. The limit is the process's: the first who asks sets it, and the last who
-    leaves, in whatever thread, takes it away.
+    PyTorch keeps its own threads. The limit applies to the whole process: the first caller sets it,
+    and the last caller to leave, in any thread, removes it.
     """
     global _holders
     controller = _controller()
@@ -97,7 +98,7 @@ def one_blas_thread() -> Iterator[None]:
 @cache
 def _controller() -> Any:
     try:
-        import scipy.linalg.cython_lapack  # noqa: F401  its library must be there to be found
+        import scipy.linalg.cython_lapack  # noqa: F401  loads the library
         from threadpoolctl import ThreadpoolController
     except ImportError:
         return None
@@ -107,9 +108,10 @@ def _controller() -> Any:
 
 
 def in_threads(work: Callable[[slice], None], count: int, threads: int | None = None) -> None:
-    """``work`` on slices that make up ``count`` things, each in a thread; as many as torch's.
+    """Split ``count`` items into one slice per thread, and call ``work`` on each slice.
 
-    It pays where ``work`` leaves Python's lock alone, as numpy's and LAPACK's inner loops do.
+    The default is torch's number of threads. It is faster only where ``work`` releases Python's
+    global lock, as the inner loops of NumPy and LAPACK do.
     """
     threads = min(threads or torch.get_num_threads(), count)
     if threads <= 1:
@@ -121,24 +123,24 @@ def in_threads(work: Callable[[slice], None], count: int, threads: int | None = 
 
 
 class Progress(Protocol):
-    """Wraps what is worked through; a bar on a terminal, nothing elsewhere."""
+    """Wrap a sequence to show progress: a bar on a terminal, nothing elsewhere."""
 
     def __call__(self, items: Sequence[T], what: str) -> Iterable[T]:
-        """The same items, one by one.
+        """Return the same items, one by one.
 
         Args:
-            items: To be worked through.
-            what: What is being done, for a person.
+            items: Items to process.
+            what: Description of the work, shown to the user.
         """
 
 
 def silent(items: Sequence[T], what: str) -> Iterable[T]:
-    """Show nothing."""
+    """Show no progress."""
     return items
 
 
 class OutOfTime(Exception):
-    """The time that was given is used up; what is known by then is still true."""
+    """Raised when the time limit has passed; results found before remain valid."""
 
 
 _end: ContextVar[float] = ContextVar("end", default=math.inf)
@@ -146,7 +148,7 @@ _end: ContextVar[float] = ContextVar("end", default=math.inf)
 
 @contextmanager
 def within(minutes: float | None) -> Iterator[None]:
-    """Let searches inside stop after so many minutes, with wider intervals; ``None`` for never."""
+    """Stop searches inside after ``minutes``, with wider intervals; ``None`` sets no limit."""
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     token = _end.set(min(end, _end.get()))
     try:
@@ -156,16 +158,12 @@ def within(minutes: float | None) -> Iterator[None]:
 
 
 def time_is_up() -> bool:
-    """Whether the time of the innermost :func:`within` has passed."""
+    """Whether the time limit of :func:`within` has passed."""
     return time.monotonic() > _end.get()
 
 
 def check_time() -> None:
-    """Stop what is searched for where the time has passed.
-
-    Raises:
-        OutOfTime: Then.
-    """
+    """Raise :class:`OutOfTime` if the time limit has passed."""
     if time_is_up():
         raise OutOfTime
 
@@ -176,15 +174,15 @@ def wide(dtype: torch.dtype, least: torch.dtype = torch.float32) -> torch.dtype:
 
 
 def widened(tensor: Tensor, least: torch.dtype = torch.float32) -> Tensor:
-    """The tensor in float32 at least, or in ``least``."""
+    """Convert the tensor to ``least``, unless its precision is higher."""
     return tensor.to(wide(tensor.dtype, least))
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The device called ``name``; without a name a GPU if there is one, else the CPU.
+    """Return the device ``name``; by default a GPU if there is one, otherwise the CPU.
 
     Raises:
-        ValueError: If there is no such device here.
+        ValueError: If the device is not available.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -192,10 +190,13 @@ def pick_device(name: str | None = None) -> torch.device:
         torch.zeros(1, device=device)
     except Exception as error:
         here = "cpu or cuda" if torch.cuda.is_available() else "cpu"
-        raise ValueError(f"device {name!r} is not here ({first_line(error)}); use {here}") from None
+        raise ValueError(
+            f"device {name!r} is not available ({first_line(error)}); use {here}"
+        ) from None
     return device
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, or is, in a line that can stand in another sentence."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+    """First line of an error message, or the error's type if the message is empty."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return shorten(line, 120, placeholder=" ...")

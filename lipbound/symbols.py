@@ -21,9 +21,9 @@ from lipbound.runtime import widened
 def taps(conv: Convolution) -> Tensor:
     """The coefficients of the symbol that bounds a layer: ``(groups, rows, columns, *m)``.
 
-    One symbol per group; strides are split into phases, dilation has dropped out (see
-    :meth:`Convolution.symbol_stride`). Neither changes the supremum of the singular values, and
-    with m taps left on an axis the degree there is (m − 1)/2.
+    There is one symbol per group. Strides are split into phases and dilation is removed (see
+    :meth:`Convolution.symbol_stride`); neither changes the supremum of the singular values. An axis
+    with m taps left has degree (m − 1)/2.
     """
     return _phases(_grouped(conv.kernel, conv.groups), conv.symbol_stride())
 
@@ -31,7 +31,7 @@ def taps(conv: Convolution) -> Tensor:
 def symbol(
     layer: Layer, frequencies: Tensor | Sequence[Sequence[float]], **geometry: object
 ) -> Tensor:
-    r"""The layer's symbol at the given frequencies, nothing simplified away.
+    r"""Evaluate the layer's symbol at the given frequencies, without simplification.
 
     Stride t splits the tap positions a·h by residue, one column block per residue; groups are
     diagonal blocks; a transposed layer has the conjugate transpose.
@@ -70,11 +70,10 @@ def symbol(
 
 
 def evaluate(coefficients: Tensor, frequencies: Tensor) -> Tensor:
-    """Symbols ``(groups, P, rows, columns)`` of taps ``(groups, rows, columns, *m)``.
+    """Evaluate symbols ``(groups, P, rows, columns)`` of taps ``(groups, rows, columns, *m)``.
 
-    Frequencies are ``(P, D)`` radians.
-    Two real products, cosines and sines in float64, so the rounding is that of a plain inner
-    product over the taps.
+    Frequencies are ``(P, D)`` radians. Cosines and sines are computed in float64 and multiplied by
+    the taps in two real products, so the rounding is that of an inner product over the taps.
     """
     sizes = coefficients.shape[3:]
     angles = (
@@ -99,8 +98,8 @@ def positions(sizes: Sequence[int]) -> Tensor:
 def grid(samples: Sequence[int], half: bool = False) -> Tensor:
     """The equispaced grid of ``samples`` points per axis, as indices k with ω = 2πk/S: ``(P, D)``.
 
-    ``half`` keeps one of each pair ω, −ω: for real kernels F(−ω) is F(ω)'s conjugate, so all that
-    depends on absolute values is the same there.
+    ``half`` keeps one of each pair ω, −ω: for real kernels F(−ω) is the conjugate of F(ω), so
+    all absolute values agree.
 
     Example:
         >>> len(grid((10, 10))), len(grid((10, 10), half=True))
@@ -116,28 +115,28 @@ def grid(samples: Sequence[int], half: bool = False) -> Tensor:
 
 
 def radians(points: Tensor, samples: Sequence[int]) -> Tensor:
-    """Grid indices to frequencies, ``(P, D)`` float64."""
+    """Convert grid indices to frequencies, ``(P, D)`` float64."""
     return points * (2 * math.pi / torch.tensor(samples, dtype=torch.float64))
 
 
 def samples_per_axis(sizes: Sequence[int], samples: int | None) -> tuple[int, ...]:
-    """Grid points per axis for so many taps: one where a single tap is left, else ``samples``.
+    """Grid points per axis: 1 on an axis with a single tap, otherwise ``samples``.
 
-    ``None`` takes 32 per unit of degree, which keeps the widening below 1.005 an axis for a
+    ``None`` uses 32 points per unit of degree, which keeps the widening below 1.005 per axis for a
     kernel of any size.
 
     Raises:
         ValueError: If the grid is too coarse for the degree: S must exceed 2d = m − 1.
     """
     if samples is not None and (not isinstance(samples, int) or samples < 1):
-        raise ValueError(f"samples={samples!r} must be a positive integer, or None to choose")
+        raise ValueError(f"samples={samples!r} must be a positive integer, or None for the default")
     counts = []
     for m in sizes:
         chosen = max(32, 16 * (m - 1)) if samples is None else samples
         if m > 1 and chosen <= m - 1:
             raise ValueError(
                 f"samples={samples} is too coarse for {m} taps on an axis (degree {(m - 1) / 2:g})"
-                f": it needs more than {m - 1}, or None to choose"
+                f"; use more than {m - 1}, or None for the default"
             )
         counts.append(chosen if m > 1 else 1)
     return tuple(counts)
@@ -169,8 +168,8 @@ def widening(samples: Sequence[int], sizes: Sequence[int], kind: str = "best") -
     Poussin's kernel, a product of two Dirichlet kernels, whose absolute sum Cauchy–Schwarz bounds.
 
     ``'best'``: the smaller of the two on each axis; the first for S ≥ 4d. Only the spread 2d of
-    the taps enters, so half-integer degrees (even kernels) need nothing special. Axes multiply:
-    widen one at a time with the others held fixed.
+    the taps enters, so half-integer degrees (even kernels) need nothing special. The factors
+    of the axes multiply: widen one at a time with the others held fixed.
 
     Args:
         samples: Grid points S per axis.

@@ -1,8 +1,8 @@
-r"""Toeplitz operators and the matrices of layers: the paper's theory, and the oracle of every test.
+r"""Toeplitz operators and matrices of layers, as in the paper; the tests use them as reference.
 
 A generating function :math:`f(\omega) = \sum_h a_h e^{ih\cdot\omega}` gives the matrix with entry
 :math:`a_{j-i}` at (i, j): T(f) in one variable, block T(F) when the coefficients are matrices,
-D(f), doubly-block Toeplitz, in two.
+and the doubly-block Toeplitz D(f) in two variables.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def coefficients(
     The integral over a trigonometric polynomial is a finite sum, so this is exact.
 
     Args:
-        generator: f, called with one array of frequencies per variable; it returns their values,
-            trailing axes holding a matrix-valued f's blocks.
+        generator: Function f, called with one array of frequencies per variable. It returns the
+            values; trailing axes hold the blocks of a matrix-valued f.
         degree: Degree per variable (one int: one variable).
 
     Returns:
@@ -62,7 +62,7 @@ def toeplitz(coefs: NDArray[Any], sizes: int | Sequence[int]) -> NDArray[Any]:
 
     Args:
         coefs: ``(2d_1 + 1, ..., 2d_D + 1)`` or ``(2d_1 + 1, ..., 2d_D + 1, p, q)``.
-        sizes: n per variable.
+        sizes: Size n per variable.
 
     Returns:
         A dense matrix, ``(prod(n)·p, prod(n)·q)``.
@@ -85,8 +85,8 @@ def hankel(
 
     Args:
         coefs: ``(2d_1 + 1, ..., 2d_D + 1)``.
-        sizes: n per variable.
-        index: Per variable, the coefficient's index from row and column, ``i + j + 1`` say.
+        sizes: Size n per variable.
+        index: Function of row and column per variable, for example ``i + j + 1``.
     """
     return _lattice(coefs, sizes, *index)
 
@@ -117,7 +117,7 @@ def _lattice(
 
 
 def operator_matrix(layer: Layer, input_shape: Sequence[int], **geometry: object) -> csr_array:
-    """The layer's matrix at an input size, sparse, built from index arithmetic alone.
+    """Build the layer's sparse matrix at an input size, from index arithmetic alone.
 
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
@@ -175,7 +175,7 @@ def _sources(conv: Convolution, axis: int, fine: int, coarse: int) -> NDArray[np
 def operator(layer: Layer, input_shape: Sequence[int], **geometry: object) -> LinearOperator:
     """The layer as a matrix-free SciPy ``LinearOperator``: torch's convolution and its adjoint.
 
-    Arguments as :func:`operator_matrix`. Large layers fit: 64 channels at 224×224 say.
+    It takes the arguments of :func:`operator_matrix` and suits large layers.
     """
     from scipy.sparse.linalg import LinearOperator
 
@@ -210,7 +210,7 @@ CONV_TRANSPOSE = (
 
 
 def apply(conv: Convolution, x: Tensor) -> Tensor:
-    """The layer's linear part: no bias, ``(batch, channels, *spatial)`` in and out."""
+    """Apply the layer without bias to inputs ``(batch, channels, *spatial)``."""
     if conv.transposed:
         full = _spread(conv, x)
         for axis, size in enumerate(conv.output_size(x.shape[2:])):
@@ -227,7 +227,7 @@ def apply(conv: Convolution, x: Tensor) -> Tensor:
 
 
 def adjoint(conv: Convolution, y: Tensor, input_size: Sequence[int]) -> Tensor:
-    """The transpose of :func:`apply` for inputs of spatial size ``input_size``."""
+    """Apply the transpose of :func:`apply` for inputs of spatial size ``input_size``."""
     if conv.transposed:
         for axis, size in enumerate(input_size):
             length = (size - 1) * conv.stride[axis] + conv.spans[axis] + 1
@@ -239,7 +239,7 @@ def adjoint(conv: Convolution, y: Tensor, input_size: Sequence[int]) -> Tensor:
             x = _window(x, 2 + axis, conv.padding[axis][0], size)
             continue
         pixels = torch.from_numpy(conv.pixels(axis, size)).to(y.device)
-        x = _window(x, 2 + axis, 0, len(pixels))  # the stride may leave a rest unread
+        x = _window(x, 2 + axis, 0, len(pixels))  # the stride may leave pixels unread
         shape = [*x.shape]
         shape[2 + axis] = size
         x = x.new_zeros(shape).index_add(2 + axis, pixels, x)
@@ -262,16 +262,16 @@ def _spread(conv: Convolution, y: Tensor) -> Tensor:
 
 
 def _window(x: Tensor, axis: int, start: int, size: int) -> Tensor:
-    """``size`` positions along an axis from ``start`` on, zeros where there are none."""
+    """Take ``size`` positions along an axis from ``start``, with zeros outside the tensor."""
     margins = (max(0, -start), max(0, start + size - x.shape[axis]))
     padded = functional.pad(x, [0, 0] * (x.ndim - axis - 1) + list(margins))
     return padded.narrow(axis, start + margins[0], size)
 
 
 def exact(layer: Layer, input_shape: Sequence[int], **geometry: object) -> float:
-    """σ1 of the layer's operator at an input size: LAPACK when small, else ARPACK (IRAM).
+    """Compute σ1 of the layer at an input size: by LAPACK if small, otherwise by ARPACK (IRAM).
 
-    Accurate to float64 rounding, but with no promise on which side it errs.
+    The result is accurate to float64 rounding, but it may be below or above σ1.
 
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
@@ -290,20 +290,20 @@ def exact(layer: Layer, input_shape: Sequence[int], **geometry: object) -> float
     if min(linear.shape) <= DENSE and max(linear.shape) <= 8 * DENSE:
         matrix = operator_matrix(conv, conv.input_size or ()).toarray() / scale
         return float(np.linalg.norm(matrix, 2)) * scale
-    # The tops of these spectra are crowded, so a large Krylov space; an eigenvalue's error is the
-    # square of its vector's: 1e-10 residuals are plenty.
+    # The largest eigenvalues are close together, so the Krylov space is large. An eigenvalue's
+    # error is the square of its vector's, so residuals of 1e-10 are enough.
     draw, options = np.random.default_rng(0), {"ncv": 40, "return_singular_vectors": False}
     return float(leading(linear * (1 / scale), draw, 1e-10, **options)[0]) * scale
 
 
 def leading(linear: LinearOperator, draw: np.random.Generator, tol: float, **options: Any) -> Any:
-    """What ``svds`` finds of the largest singular value, from a random start.
+    """Compute the largest singular value by ``svds`` from a random start.
 
     Args:
-        tol: Of the residual of its square; the value itself is far closer.
+        tol: Tolerance for the residual of its square; the value itself is more accurate.
     """
     from scipy.sparse.linalg import svds
 
     start = draw.standard_normal(min(linear.shape))
-    with one_blas_thread():  # others would stand in the way of torch's, between two convolutions
-        return svds(linear, k=1, v0=start, tol=math.sqrt(tol), **options)  # which squares it
+    with one_blas_thread():  # more threads would slow torch's convolutions
+        return svds(linear, k=1, v0=start, tol=math.sqrt(tol), **options)  # svds squares tol

@@ -128,5 +128,5 @@ def test_precisions_and_zero(method, dtype):
 
 @pytest.mark.parametrize("method", sorted(SIZED))
 def test_sized_estimates_ask_for_the_size(method):
-    with pytest.raises(ValueError, match=r"pass input_shape="):
+    with pytest.raises(ValueError, match=r"pass for example input_shape="):
         estimate(torch.ones(1, 1, 3, 3), method)

@@ -175,7 +175,7 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
     page.write_text("before")
     before = {p: p.read_bytes() for p in (records, page)}
     monkeypatch.setattr(os, "fsync", full)
-    message = "No space left on device; what was there before stays"
+    message = "No space left on device; its old content is unchanged"
     with pytest.raises(OSError, match=message):
         append(records, {"a": 2})
     code, _, err = run(
@@ -199,7 +199,7 @@ def test_a_disk_that_takes_half_a_line(tmp_path, monkeypatch):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-        with pytest.raises(OSError, match="File too large; what was there before stays"):
+        with pytest.raises(OSError, match="File too large; its old content is unchanged"):
             append(path, {"a": "x" * 10_000})
         with pytest.raises(OSError, match="File too large"):
             files.write(tmp_path / "page", b"x" * 10_000)
@@ -356,7 +356,7 @@ def test_the_second_of_two_runs_refuses(tmp_path, monkeypatch, capsys):
         pytest.importorskip("sklearn", reason="scikit-learn's digits")
         code, _, err = run(monkeypatch, capsys, "train", *out)
         assert (code, err.count("\n")) == (2, 1)
-        assert f"another run works in '{tmp_path / 'run'}'; choose another" in err
+        assert f"another run is using '{tmp_path / 'run'}'; choose another" in err
 
 
 @pytest.mark.parametrize("name", ["settings.json", "summary.json"])
@@ -367,7 +367,7 @@ def test_damaged_files_of_a_run_are_named(tmp_path, name, content):
     folder.mkdir()
     (folder / "settings.json").write_text(json.dumps(vars(wanted) | {"milestones": []}))
     (folder / name).write_text(content)
-    with pytest.raises(ValueError, match=rf"{name}' (is|holds) no JSON.*remove it"):
+    with pytest.raises(ValueError, match=rf"{name}' (is not valid|does not hold a) JSON.*remove"):
         train(wanted, blobs(), folder, device="cpu", resume=True)
 
 

@@ -33,7 +33,7 @@ from lipbound.row_energies import add_row_gradient_, lags, row_peaks
 from lipbound.symbols import taps
 from verify.hostile import ENTRIES, KERNELS, everything, layer_of, outcome
 
-REFUSED = {"the end of float32": {"constrain"}}  # the norm to divide by is beyond float32
+REFUSED = {"the end of float32": {"constrain"}}  # the norm to divide by exceeds float32
 
 AUDITED = ("subnormal float64", "1e30", "mixed scales by channel", "transposed view")  # slow
 
@@ -111,7 +111,7 @@ def test_files_say_what_they_left_out(monkeypatch, capsys, tmp_path):
     odd = {"a": K.to(torch.complex64), "b": K.long(), "q": BAD["quantized"][0]}
     torch.save({**odd, "good": K, "bias": K[0, 0, 0]}, path)
     code, out, _ = run(monkeypatch, capsys, "audit", str(path))
-    assert (code, "3 left out, no real floating-point numbers: a (torch.complex64)" in out) == (
+    assert (code, "3 left out (not real floating-point numbers): a (torch.complex64)" in out) == (
         0, True,
     )  # fmt: skip
     torch.save(odd, path)
@@ -129,7 +129,7 @@ def test_layers_without_channels_or_groups():
         with pytest.raises(ValueError, match="empty"):
             bracket(layer)
     for groups in (0, -2, 3, 1.0):
-        with pytest.raises(ValueError, match=f"groups={groups} does not divide"):
+        with pytest.raises(ValueError, match=f"groups={groups} must divide"):
             bracket(K, groups=groups)
     kernel = torch.cat([torch.zeros(2, 2, 3, 3), K])  # a group of zeros among others
     assert bracket(kernel, groups=3).upper == bracket(K, groups=2).upper
@@ -178,7 +178,7 @@ def test_followed_penalties_survive_what_squares_do_not():
 def test_a_jacobian_that_overflows_is_no_lower_bound():
     found = audit(nn.Sequential(layer_of(KERNELS["1e30"]())), (2, 6, 6))
     assert found.lower == 0
-    assert "its norm left the range of torch.float32" in found.note
+    assert "its norm is outside the range of torch.float32" in found.note
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
@@ -241,7 +241,7 @@ def test_out_of_memory_is_answered_by_smaller_pieces(monkeypatch):
 def test_out_of_memory_for_good_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.linalg, "cholesky_ex", crowded(torch.linalg.cholesky_ex, 0))
     with pytest.raises(
-        MemoryError, match=r"smallest pieces too \(CUDA out of runtime.*device='cpu'"
+        MemoryError, match=r"even with the smallest pieces \(CUDA out of runtime.*device='cpu'"
     ):
         bracket(K)
     code, _, err = run(monkeypatch, capsys, "audit", "demo")

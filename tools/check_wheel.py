@@ -1,8 +1,8 @@
-"""Build the wheel, look inside, install it into a fresh environment, run the README's example.
+"""Build the wheel, check its files, and run the README's example in a fresh environment.
 
     python tools/check_wheel.py
 
-The fresh environment gets the locked versions. Any failure ends with exit code 1 and its reason.
+The fresh environment gets the locked versions. A failure prints its reason and exits with code 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.exit(f"{failed} of {tried} examples of the README failed" if failed or not t
 
 
 def run(*command: str, folder: Path) -> str:
-    """Run a command in a folder, without the checkout on its path; stop if it fails."""
+    """Run a command in a folder, without the checkout on its path; exit if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -36,7 +36,7 @@ def run(*command: str, folder: Path) -> str:
 
 
 def build(folder: Path) -> Path:
-    """The wheel, made from this checkout."""
+    """Build the wheel from this checkout."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", "."]
     run(*pip, str(ROOT), folder=folder)
     (wheel,) = folder.glob("lipbound-*.whl")
@@ -44,7 +44,7 @@ def build(folder: Path) -> Path:
 
 
 def check_content(wheel: Path) -> None:
-    """It must hold what the package reads, and nothing but the package: no verify, no tests."""
+    """Check that the wheel has the package and its data, and nothing else (verify, tests)."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     missing = {f"lipbound/{name}" for name in NEEDED} - names
@@ -61,7 +61,7 @@ def main() -> None:
         folder.mkdir()
         wheel = build(folder)
         check_content(wheel)
-        print(f"{wheel.name}: {wheel.stat().st_size // 1024} KiB, holds only the package")
+        print(f"{wheel.name}: {wheel.stat().st_size // 1024} KiB, contains only the package")
         venv.create(f"{place}/fresh", with_pip=True)
         python = f"{place}/fresh/bin/python"
         lock = str(ROOT / "requirements.lock")

@@ -1,7 +1,7 @@
-"""Turn the reST in our docstrings into Markdown, for mkdocstrings.
+"""Convert the reST in our docstrings into Markdown, for mkdocstrings.
 
-The docstrings use things that Markdown does not know: ``.. math::``, ``:math:``, roles such as
-``:func:``, a plain star for the adjoint, and ``Example:`` as the title of a section (griffe knows
+The docstrings use syntax that Markdown does not have: ``.. math::``, ``:math:``, roles such as
+``:func:``, a plain star for the adjoint, and ``Example:`` as a section title (griffe expects
 ``Examples:``).
 """
 
@@ -24,7 +24,7 @@ PUBLIC = {name: f"lipbound.{name}" for name in lipbound.__all__}
 
 
 def markdown(text: str) -> str:
-    """The docstring in Markdown."""
+    """Return the docstring in Markdown."""
     text = DISPLAY.sub(_display, text)
     text = INLINE.sub(lambda match: rf"\({match[1]}\)", text)
     text = ROLE.sub(_reference, text)
@@ -38,14 +38,14 @@ def _display(match: re.Match[str]) -> str:
 
 
 def _reference(match: re.Match[str]) -> str:
-    """A link to a public name's page; other names are code."""
+    """Return a link to the page of a public name, and other names as code."""
     name = match[1].rsplit(".", 1)[-1]
     private = match[1].lstrip(".")
     return f"[`{name}`][{PUBLIC[name]}]" if name in PUBLIC else f"`{private}`"
 
 
 class Markdown(Extension):
-    """Rewrite every docstring before griffe parses it."""
+    """Rewrites every docstring before griffe parses it."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         if isinstance(obj.docstring, Docstring):

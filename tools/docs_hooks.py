@@ -1,4 +1,4 @@
-"""What the documentation site needs beside its pages: MathML, an audit page, a check of the API.
+"""Hooks of the documentation site: MathML, an audit page, and a check of the API reference.
 
 ``mkdocs.yml`` names this file under ``hooks``.
 """
@@ -34,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers draw without a script."""
+    """Convert formulas to MathML, which browsers draw without a script."""
     return FORMULA.sub(_mathml, content)
 
 
@@ -43,12 +43,12 @@ def _mathml(match: re.Match[str]) -> str:
     # The converter leaves no space between a function and its argument.
     spaced = re.sub(r"\\(log|cos)(?![a-z(])", r"\\\1\\,", html.unescape(match[3]).strip())
     formula = convert(spaced, display=display)
-    # A bar is a fence here and no relation: without the space around it.
+    # A bar is a fence here, not a relation, so it has no space around it.
     return BAR.sub(r'<mo lspace="0" rspace="0" stretchy="false">\1</mo>', formula)
 
 
 def public() -> set[str]:
-    """The names in ``lipbound.__all__`` and ``lipbound.robust.__all__``, with their package."""
+    """Return the names in ``lipbound.__all__`` and ``lipbound.robust.__all__``, with package."""
     return {
         f"{package}.{name}"
         for package in ("lipbound", "lipbound.robust")
@@ -57,7 +57,7 @@ def public() -> set[str]:
 
 
 def _all(path: Path) -> list[str]:
-    """``__all__`` of a file, read without importing it."""
+    """Return ``__all__`` of a file, without importing it."""
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return list(ast.literal_eval(statement.value))
@@ -65,13 +65,13 @@ def _all(path: Path) -> list[str]:
 
 
 def documented(files: Files) -> set[str]:
-    """The names that ``::: NAME`` on a page of the API reference shows."""
+    """Return the names that ``::: NAME`` on a page of the API reference shows."""
     pages = [f for f in files if f.src_uri.startswith("api/") and f.src_uri.endswith(".md")]
     return {n for f in pages for n in re.findall(r"^::: (\S+)", f.content_string, re.MULTILINE)}
 
 
 def audit_page() -> str:
-    """What ``lipbound audit demo --html FILE`` writes."""
+    """Return the page that ``lipbound audit demo --html FILE`` writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "audit.html"
         command = [sys.executable, "-m", "lipbound", "audit", "demo", "--html", str(path)]

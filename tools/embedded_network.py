@@ -13,7 +13,7 @@ from lipbound.robust.models.digits import WEIGHTS, DigitsNet
 
 
 def train(epochs: int = 40, seed: int = 0) -> tuple[DigitsNet, float]:
-    """Train from scratch; returns the network and its accuracy on the held-out fifth."""
+    """Train from scratch; return the network and its accuracy on the held-out fifth."""
     torch.manual_seed(seed)
     images, labels = _digits()
     order = torch.randperm(len(images))

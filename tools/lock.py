@@ -1,8 +1,8 @@
-"""Write the lock anew: what ``make test`` would install today, to the last package.
+"""Update the lock file with the versions of all packages that ``make test`` would install today.
 
     python tools/lock.py requirements.lock
 
-A fresh environment is made in a temporary folder; only the versions named in ``KEPT`` are given.
+It makes a fresh environment in a temporary folder; the packages in ``KEPT`` keep their versions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAD = (
     "# What `make test` installs, to the last package; CPython 3.11. `make lock` writes it anew.\n"
 )
-KEPT = ("torch", "triton")  # a newer one is a decision: it is tested on a GPU first
+KEPT = ("torch", "triton")  # a new version must first be tested on a GPU
 
 
 def main(path: Path) -> None:

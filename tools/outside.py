@@ -1,8 +1,8 @@
-"""From outside: build the wheel, install it into a fresh environment, run the examples elsewhere.
+"""Build the wheel, install it into a fresh environment, and run the examples outside the checkout.
 
     python tools/outside.py --out benchmarks/records/outside.json
 
-What an example needs beside lipbound is installed where it can be; an example whose packages cannot
+Further packages that an example needs are installed if possible. An example whose packages cannot
 be installed or imported is recorded as skipped, with the reason.
 """
 
@@ -22,13 +22,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ["-c", str(ROOT / "requirements.lock")]
-# Without its dependencies: torchvision is among them, and does not import beside every torch.
+# Without dependencies: they include torchvision, which does not import with every torch.
 EXAMPLES = {
     "plain_loop": [],
     "lightning_module": [["lightning"]],
     "factory_model": [["--no-deps", "pytorchcv"]],
 }
-"""Example → further arguments of pip."""
+"""Example → further arguments for pip."""
 COMMANDS = {
     "version": ["--version"],
     "audit": ["audit", "demo", "--fail-above", "1e6"],
@@ -45,13 +45,13 @@ def must(*command: str, folder: Path) -> str:
     done = run(*command, folder=folder)
     if done.returncode:
         raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            f"{' '.join(command)} failed with {done.returncode}:\n{done.stderr[-2000:]}"
         )
     return done.stdout
 
 
 def build(folder: Path) -> Path:
-    """The wheel; it must hold what the package reads, and nothing but the package."""
+    """Build the wheel, and check that it has the package and its data, and nothing else."""
     must(
         sys.executable,
         "-m",
@@ -106,7 +106,7 @@ def main() -> None:
             python, "-c", "import lipbound; print(lipbound.__file__)", folder=folder
         ).strip()
         if not home.startswith(place):
-            raise SystemExit(f"the fresh environment imports {home}")
+            raise SystemExit(f"the fresh environment imports {home} instead of the installed wheel")
         record: dict[str, object] = {
             "experiment": "outside",
             "wheel": wheel.name,

@@ -1,1 +1,1 @@
-"""Hunts for violations of what lipbound promises: ``python -m verify NAME``. Not in the wheel."""
+"""Searches for violations of lipbound's guarantees, not in the wheel: ``python -m verify NAME``."""

@@ -1,7 +1,7 @@
-"""Look for violations of what lipbound promises: ``python -m verify NAME [options]``.
+"""Search for violations of lipbound's guarantees: ``python -m verify NAME [options]``.
 
-Each hunt is a module with ``options(parser)``, ``hunt(chosen)``, which returns a record and the
-violations it saw, and perhaps ``check(chosen)``, which refuses wrong options. This file adds
+Each search, or *hunt*, is a module with ``options(parser)`` and ``hunt(chosen)``, which returns a
+record and the violations. An optional ``check(chosen)`` refuses wrong options. This file adds
 provenance, writes the record and sets the exit code: 0 without a violation, 1 with one, 2 for a
 wrong command line.
 """
@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HUNTS = {
-    "campaign": "random layers, kernels that an ascent made hard, and random networks",
-    "damaged": "mutated files of every kind, read by the command line",
-    "hostile": "kernels that break careless numerics, at every public entry",
-    "kills": "processes killed while they write, then run again",
-    "neighbours": "elementwise operations at neighbouring floats around every breakpoint",
-    "planted": "known faults planted in the bounds, which the campaign must see",
-    "trained": "brackets of trained kernels against dense eigenvalues",
+    "campaign": "check bounds on random layers, worst-case kernels and random networks",
+    "damaged": "read damaged files of every kind with the command line",
+    "hostile": "call every public function with numerically difficult kernels",
+    "kills": "kill processes while they write files, and run them again",
+    "neighbours": "check elementwise operations at neighbouring floats around every breakpoint",
+    "planted": "check that the campaign detects known faults planted in the bounds",
+    "trained": "compare brackets of trained kernels with dense eigenvalues",
 }
 
 

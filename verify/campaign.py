@@ -1,12 +1,12 @@
-"""Look for a layer or a network whose bound is wrong, for as long as you like.
+"""Search for a layer or a network whose bound is wrong, for a given time.
 
     python -m verify campaign --minutes 10 --workers 4 --out campaign.jsonl
 
-Three parts: ``layers`` (random layers, every bound), ``search`` (ascent on truth/bound over
-kernels) and ``networks`` (random architectures, the audit against Jacobian norms). Everything
-comes from consecutive seeds; a record is appended for every few of them, so a run may be killed at
-any moment, and the next one with the same file goes on with the seeds that are left. Exit code 1
-if anything was violated. ``--merge`` joins the records of a file to one a part and device.
+There are three parts: ``layers`` (every bound on random layers), ``search`` (ascent on truth/bound
+over kernels) and ``networks`` (the audit of random architectures against Jacobian norms). All cases
+come from consecutive seeds, and a record is appended for every few seeds. A run may therefore be
+killed at any moment; the next run with the same file continues with the remaining seeds. The exit
+code is 1 after a violation. ``--merge`` joins the records of a file, one per part and device.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from lipbound import files
 from verify.tally import Tally
 
-LAYERS = 64  # kernels a stack; part of what a seed means
+LAYERS = 64  # kernels per stack; changing it changes the meaning of a seed
 PROVENANCE = ("device", "torch", "lipbound", "threads")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Seeds of one part, for one worker."""
+    """The seeds of one part that one worker checks."""
 
     part: str
     first: int
@@ -58,7 +58,7 @@ def networks(task: Task) -> Tally:
 
 @dataclass(frozen=True)
 class Part:
-    """What to run, seeds a task, and its share of the time."""
+    """The function to run, the number of seeds per task, and the share of the time."""
 
     run: Callable[[Task], Tally]
     seeds: int
@@ -73,7 +73,7 @@ PARTS = {
 
 
 def run_task(task: Task) -> dict[str, Any]:
-    """The record of one task."""
+    """Run one task and return its record."""
     start = time.perf_counter()
     tally = PARTS[task.part].run(task)
     return {
@@ -87,7 +87,7 @@ def run_task(task: Task) -> dict[str, Any]:
 
 
 class Schedule:
-    """Which seeds come next: unused ones of the part that is furthest behind its share."""
+    """Chooses the next seeds: unused ones of the part that is furthest behind its share."""
 
     def __init__(self, parts: Sequence[str], done: Sequence[dict[str, Any]], first: int):
         self.spent = dict.fromkeys(parts, 0.0)
@@ -96,7 +96,7 @@ class Schedule:
     def task(self, device: str, weights: tuple[Path, ...]) -> Task:
         part = min(self.spent, key=lambda name: self.spent[name] / PARTS[name].share)
         start, stop = next(self.next[part])
-        self.spent[part] += 1e-3  # until its time is known, so that workers do not all start alike
+        self.spent[part] += 1e-3  # the time is not known yet; workers start on different parts
         return Task(part, start, stop, device, weights)
 
 
@@ -113,7 +113,7 @@ def _free(done: Sequence[dict[str, Any]], part: str, first: int) -> Iterator[tup
 
 
 def merged(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record for each part, device and version: sums, smallest margins, ranges of seeds."""
+    """Merge records into one per part, device and version: sums, margins and ranges of seeds."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in found:
         key = tuple(record[name] for name in ("part", *PROVENANCE))
@@ -140,7 +140,7 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def summary(found: Sequence[dict[str, Any]]) -> str:
-    """One screen: what was checked, the smallest margins, what was violated."""
+    """Return a text with the checks, the smallest margins and the violations."""
     lines = []
     for record in merged(found):
         wrong = len(record["violations"])
@@ -158,15 +158,15 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
 
 
 def work(pipe: Any) -> None:
-    """A worker: tasks come in, records go out, until the pipe closes."""
+    """Run a worker: receive tasks and send records until the pipe closes."""
     import signal
     import warnings
 
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of PyTorch, about layers no one would build
+    warnings.simplefilter("ignore")  # PyTorch warns about unusual layers
     try:
         while True:
             task = pipe.recv()
@@ -179,7 +179,7 @@ def work(pipe: Any) -> None:
 
 
 def campaign(path: Path, chosen: argparse.Namespace) -> list[str]:
-    """Run until the time is up; returns what failed. The next run repeats the seeds of that."""
+    """Run until the time is up, and return the failures. The next run repeats their seeds."""
     import multiprocessing
     from multiprocessing.connection import wait
 
@@ -225,7 +225,7 @@ def campaign(path: Path, chosen: argparse.Namespace) -> list[str]:
 
 
 class Status:
-    """One line that is written over on a terminal; every half minute a new one elsewhere."""
+    """A status line, rewritten in place on a terminal and printed every half minute elsewhere."""
 
     def __init__(self, end: float):
         self.end, self.counts, self.violations = end, dict.fromkeys(PARTS, 0), 0
@@ -262,8 +262,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=float, default=10.0, help="time after which no new task begins")
     add("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    add("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}, with commas")
-    add("--weights", type=Path, nargs="*", default=[], help="files of trained kernels")
+    add("--parts", default=",".join(PARTS), help=f"parts to run, with commas: {', '.join(PARTS)}")
+    add("--weights", type=Path, nargs="*", default=[], help="weights files with trained kernels")
     add("--merge", action="store_true", help="only join the records of --out")
 
 
@@ -279,7 +279,7 @@ def check(chosen: argparse.Namespace) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            raise ValueError(f"--device {chosen.device}: there is no CUDA device here; use cpu")
+            raise ValueError(f"--device {chosen.device}: there is no CUDA device; use cpu")
     for path in chosen.weights:
         if not path.is_file():
             raise ValueError(f"--weights: there is no file {str(path)!r}")

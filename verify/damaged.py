@@ -1,10 +1,10 @@
-"""Read mutated files of every kind as the command line does.
+"""Read damaged files of every kind with the command line.
 
     python -m verify damaged --count 500 --out benchmarks/records/damaged.json
 
-Each kind of file is made once, whole, then mutated: bytes changed, cut off, doubled, removed,
-overwritten with zeros, most of it where the header is. A reader may succeed (the mutation hit a
-number) or refuse with one line; anything else is a traceback. Times are of one file each.
+A valid file of each kind is made once and then mutated: bytes are changed, truncated, doubled,
+removed or overwritten with zeros, mostly in the header. A reader may succeed (if only a number
+changed) or refuse the file with one line; any other outcome is a violation. Times are per file.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from typing import Any
 import numpy as np
 import torch
 
-SLOW = 10.0  # seconds without a word
+SLOW = 10.0  # seconds
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Makes a folder with a whole file, names the file, and reads it."""
+    """A kind of file: how to make a valid one in a folder, and how to read it."""
 
     make: Callable[[Path], str]
     read: Callable[[Path], list[str] | None]
 
 
 def command(*words: str) -> Callable[[Path], list[str]]:
-    """A command line, ``{}`` the folder."""
+    """Return a function that makes a command line, with the folder in place of ``{}``."""
     return lambda folder: [word.format(folder) for word in words]
 
 
@@ -75,7 +75,7 @@ def training_run(folder: Path, name: str) -> str:
     from lipbound.robust.training.settings import settings
 
     made = folder.parent / ".run"
-    if not made.exists():  # once
+    if not made.exists():  # made only once
         chosen = settings("baseline", "digits", epochs=1, held_out=0.5)
         train(chosen, DATA["digits"](None), made, device="cpu")
     shutil.copytree(made, folder / "run", dirs_exist_ok=True)
@@ -140,7 +140,7 @@ def pictures(folder: Path) -> str:
 
 
 def loads(name: str) -> Callable[[Path], None]:
-    """Read a data set and two of its images."""
+    """Return a reader of a data set and of two of its images."""
 
     def read(folder: Path) -> None:
         from lipbound.robust.data import data_set
@@ -182,7 +182,7 @@ KINDS: dict[str, Kind] = {
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:
-    """One to three mutations; half of them among the first or last 200 bytes."""
+    """Apply one to three mutations, half of them in the first or last 200 bytes."""
     data = bytearray(content)
     for _ in range(draw.randint(1, 3)):
         size = len(data)
@@ -210,7 +210,7 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
 
 
 def outcome(kind: Kind, folder: Path) -> tuple[str, str]:
-    """``read``, ``refused`` or ``traceback``, and what was said."""
+    """Return ``read``, ``refused`` or ``traceback``, and the message."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
@@ -243,7 +243,7 @@ def _command(words: list[str], said: io.StringIO) -> tuple[str, str]:
 
 
 def mutate(name: str, count: int, seed: int) -> dict[str, Any]:
-    """Mutate one kind's file ``count`` times."""
+    """Mutate a file of one kind ``count`` times, and return the outcomes."""
     draw = random.Random(f"{name} {seed}")
     kind, outcomes, wrong, longest = KINDS[name], Counter[str](), [], 0.0
     with tempfile.TemporaryDirectory() as place:
@@ -254,7 +254,7 @@ def mutate(name: str, count: int, seed: int) -> dict[str, Any]:
         content = (whole / file).read_bytes()
         shutil.copytree(whole, root / "copy")
         first = outcome(kind, root / "copy")
-        assert first[0] == "read", f"{name}: the whole file is not read: {first}"
+        assert first[0] == "read", f"{name}: the valid file is not read: {first}"
         for number in range(count):
             folder = root / "mutated"
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,10 +1,10 @@
-"""Hold every public entry against kernels that break careless numerics.
+"""Call every public function with numerically difficult kernels.
 
     python -m verify hostile [--large] --out FILE
 
-Every entry gives a number at least σ1 of the layer's own matrix at a small input (a dense float64
-SVD of the kernel divided by a power of two), or refuses with one line. ``--large`` also runs what
-is large rather than odd, each in a process of its own, and records its time and memory.
+Every entry must return a number that is at least σ1 of the layer's matrix at a small input (a dense
+float64 SVD of the kernel divided by a power of two), or refuse with one line. ``--large`` also runs
+large layers, each in its own process, and records their time and memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lipbound.network.audits import audit_weights
 from lipbound.toeplitz import operator_matrix
 
 SIZE = (6, 6)
-ROUNDING = 1e-12  # of the dense SVD that serves as truth
+ROUNDING = 1e-12  # rounding error of the dense SVD that serves as truth
 REFUSALS = (ValueError, TypeError)
 
 
@@ -86,11 +86,11 @@ KERNELS: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: torch.ones(1, 1, 3, 3).expand(3, 2, 3, 3),
     "every other entry": lambda: _normal(3, 4, 6, 3).float()[:, ::2, ::2],
 }
-"""Name → kernel of two spatial axes."""
+"""Name → function that makes a kernel with two spatial axes."""
 
 
 def layer_of(kernel: Tensor) -> nn.Conv2d:
-    """A layer with this very tensor as its weight."""
+    """Return a layer whose weight is this tensor itself, not a copy."""
     height, width = kernel.shape[2:]
     layer = nn.Conv2d(kernel.shape[1], kernel.shape[0], (height, width), padding="same", bias=False)
     layer.weight = nn.Parameter(kernel, requires_grad=not kernel.is_inference())
@@ -98,7 +98,7 @@ def layer_of(kernel: Tensor) -> nn.Conv2d:
 
 
 def truth(kernel: Tensor) -> tuple[float, float]:
-    """σ1 of the layer's matrix at ``SIZE`` over a power of two, and that power: exact scaling."""
+    """Return σ1 of the layer's matrix at ``SIZE`` divided by a power of two, and that power."""
     wide = kernel.detach().double()
     largest = float(wide.abs().max())
     if largest == 0:
@@ -108,7 +108,7 @@ def truth(kernel: Tensor) -> tuple[float, float]:
 
 
 def _file(kernel: Tensor) -> float:
-    """What ``lipbound audit FILE --json`` says of the kernel."""
+    """Return the bound from ``lipbound audit FILE --json``."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory() as folder:
@@ -136,11 +136,11 @@ ENTRIES: dict[str, Callable[[Tensor], float]] = {
     "audit FILE": _file,
     "Penalty": _penalty,
 }
-"""Name → what gives an upper bound of a kernel's layer."""
+"""Name → function that returns an upper bound for the layer of a kernel."""
 
 
 def outcome(entry: str, kernel: Tensor) -> str:
-    """``sound``, ``refused: …`` or ``wrong: …``."""
+    """Return ``sound``, ``refused: …`` or ``wrong: …``."""
     try:
         found = ENTRIES[entry](kernel)
     except REFUSALS as error:
@@ -151,7 +151,7 @@ def outcome(entry: str, kernel: Tensor) -> str:
 
 
 def limited(kernel: Tensor, norm: float = 1.0) -> str:
-    """Likewise for ``constrain``: in training no NaN, in eval mode at most the norm."""
+    """Check ``constrain`` likewise: no NaN in training mode, at most the norm in eval mode."""
     try:
         layer = constrain(layer_of(kernel.detach().clone()), norm)
     except REFUSALS as error:
@@ -164,7 +164,7 @@ def limited(kernel: Tensor, norm: float = 1.0) -> str:
 
 
 def bracketed(kernel: Tensor) -> str:
-    """Likewise for a bracket's lower end, at most σ1; and the ends are in order."""
+    """Check a bracket likewise: its lower end is at most σ1, and its ends are in order."""
     found = bracket(kernel, input_shape=SIZE)
     value, unit = truth(kernel)
     good = found.lower / unit <= value * (1 + ROUNDING) and found.lower <= found.upper
@@ -172,7 +172,7 @@ def bracketed(kernel: Tensor) -> str:
 
 
 def everything(kernel: Tensor, entries: Sequence[str] = tuple(ENTRIES)) -> dict[str, str]:
-    """Entry → outcome."""
+    """Return entry → outcome."""
     results = {entry: outcome(entry, kernel) for entry in entries}
     return {**results, "lower end": bracketed(kernel), "constrain": limited(kernel)}
 
@@ -185,11 +185,11 @@ LARGE: dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]] = {
     "4096x4096, 1x1": ((4096, 4096, 1, 1), 1, ("spectral", "lipbound", "Penalty")),
     "4096x4096, 3x3": ((4096, 4096, 3, 3), 1, ("lipbound", "Penalty")),  # 600 MB of weights
 }
-"""Name → shape, groups, what to run."""
+"""Name → shape, groups and entries to run."""
 
 
 def large(name: str, method: str) -> dict[str, Any]:
-    """One large layer, in this process: the value, its floor, seconds and peak memory."""
+    """Run one large layer in this process; return its bound, a lower bound, time and memory."""
     shape, groups, _ = LARGE[name]
     kernel = _normal(*shape).float() / math.sqrt(math.prod(shape[1:]))
     layer = nn.Conv2d(groups * shape[1], shape[0], shape[2], groups=groups, bias=False)
@@ -214,13 +214,13 @@ def large(name: str, method: str) -> dict[str, Any]:
 
 
 def _peak() -> int:
-    """Peak memory of this process in MiB; getrusage's would count the parent's too."""
+    """Return the peak memory of this process in MiB; getrusage would include the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return round(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024)
 
 
 def _attained(kernel: Tensor, groups: int) -> float:
-    """A value σ1 certainly reaches: ‖Kv‖ at frequency zero after a few power steps, float64."""
+    """Return a lower bound of σ1: ‖Kv‖ at frequency zero after a few power steps in float64."""
     matrices = kernel.double().flatten(2).sum(2).reshape(groups, -1, kernel.shape[1])
     vector = torch.ones(groups, kernel.shape[1], 1, dtype=torch.float64)
     for _ in range(20):
@@ -236,7 +236,7 @@ def _apart(name: str, method: str) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--large", action="store_true", help="try large layers too; minutes")
+    parser.add_argument("--large", action="store_true", help="also run large layers (minutes)")
     parser.add_argument("--one", nargs=2, metavar=("LAYER", "METHOD"), help=argparse.SUPPRESS)
 
 

@@ -1,16 +1,16 @@
-"""Kill what writes files at random moments, run it again, and see that nothing torn is read.
+"""Kill processes that write files at random moments, and check that a second run recovers.
 
     python -m verify kills --count 100 --out FILE
 
-Every kill is SIGKILL, after a random time from the start of the process or of its writing. A fifth
-of them each:
+Every kill is a SIGKILL at a random time after the process, or its writing, has started. Each of the
+five kinds gets a fifth of the kills:
 
-* ``train``: a run that is resumed; final weights and checkpoint must be those of one left alone,
-  bit for bit;
-* ``checkpoint``: a process that saves without a pause; the newest file must be whole;
-* ``records``: likewise for lines of records; all but a last one must be whole;
-* ``report``: ``lipbound audit --html``; the page is whole, or the one before;
-* ``bench``: ``lipbound bench --out``; the next run goes on from what was measured.
+* ``train``: a training run that is resumed. Its final weights and checkpoint must be equal, bit for
+  bit, to those of an uninterrupted run;
+* ``checkpoint``: a process that saves without a pause. The newest file must be complete;
+* ``records``: a process that appends lines. All lines except the last must be complete;
+* ``report``: ``lipbound audit --html``. The page must be complete, or the previous one;
+* ``bench``: ``lipbound bench --out``. The next run must continue from the finished measurements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EPOCHS = 30
 SAVING = """
 import sys, torch
 from pathlib import Path
-from lipbound.robust.checkpoints import Folder
+from lipbound.robust.training.checkpoints import Folder
 folder = Folder(Path(sys.argv[1]))
 start = folder.newest()
 step = start[1]["step"] if start else 0
@@ -59,16 +59,16 @@ def lipbound(*arguments: str) -> list[str]:
 
 
 def timed(command: list[str]) -> float:
-    """Seconds that it takes left alone."""
+    """Run a command to its end, and return its seconds."""
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"left alone it ended with {done.returncode}: {done.stderr[-500:]}")
+        raise RuntimeError(f"the command failed with {done.returncode}: {done.stderr[-500:]}")
     return time.perf_counter() - start
 
 
 def killed(command: list[str], seconds: float, begun: Callable[[], bool] = lambda: True) -> bool:
-    """Start it, wait until it has begun and then so many seconds, kill it; whether it still ran."""
+    """Kill a command ``seconds`` after ``begun()`` is true; return whether it was still running."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not begun() and process.poll() is None:
         time.sleep(0.005)
@@ -93,7 +93,7 @@ def train(count: int, draw: random.Random, folder: Path, epochs: int = EPOCHS) -
         killed(
             command("killed"),
             draw.uniform(0, 1.5) * share,
-            # The first few may be killed while they load: nothing is saved yet.
+            # The first few may be killed before anything is saved.
             lambda before=before: not steps or set(folder.glob("killed/checkpoints/*")) != before,  # type: ignore[misc]
         )
         saved = checkpoints.Folder(folder / "killed" / "checkpoints").newest()
@@ -196,11 +196,11 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "report": report,
     "bench": bench,
 }
-"""What is killed → how, from a count, a source of chance and an empty folder."""
+"""Kind → function of the number of kills, a random generator and an empty folder."""
 
 
 def kills(count: int, seed: int, folder: Path) -> dict[str, Any]:
-    """The record of ``count`` kills of every kind; what was wrong is listed."""
+    """Make ``count`` kills of every kind; return a record that lists what was wrong."""
     results = {}
     for name, run in KINDS.items():
         place = folder / name

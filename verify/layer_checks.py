@@ -1,7 +1,7 @@
-"""Every bound on one layer, one-sidedly, against what the layer is known to attain.
+"""Check that every bound of a layer is at least what the layer is known to attain.
 
-Estimates (:data:`lipbound.ESTIMATES`: polygrid, power iteration, ...) promise nothing and are not
-checked.
+Estimates (:data:`lipbound.ESTIMATES`: polygrid, power iteration, ...) are not guaranteed, so they
+are not checked.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from verify.random_layers import Stack, counted, module, random_stack
 from verify.shrinking import reproduction, shrink, simpler_layers
 from verify.tally import Tally
 
-ROUNDING = 1e-12  # of the dense spectra that serve as truth
+ROUNDING = 1e-12  # rounding error of the dense spectra that serve as truth
 GRIDDED = {"lipbound": ("samples", "widening"), "frobenius": ("samples", "widening"),
            "gram": ("samples", "widening", "iterations")}  # fmt: skip
-LIMIT = 0.75  # what constrained layers are held at, in units of their own norm
+LIMIT = 0.75  # limit of constrained layers, as a fraction of their norm
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one bound says of the first layers of a stack, and what is true of them.
+    """The values of one bound for the first layers of a stack, and the true values.
 
     Attributes:
-        name: Of the bound.
-        values: What it says.
-        truth: What the layers attain, ``(layers,)``.
-        upper: Whether ``values`` claim to be at least the truth; else at most.
+        name: Name of the bound.
+        values: Values of the bound, one per layer.
+        truth: Norms that the layers attain, ``(layers,)``.
+        upper: Whether ``values`` must be at least the truth; otherwise at most.
     """
 
     name: str
@@ -45,23 +45,23 @@ class Claim:
     upper: bool = True
 
     def margins(self) -> list[float]:
-        """How far on the right side, relative to the truth; NaN where nothing holds."""
+        """Return the margins relative to the truth, at least 0 where the claim holds, or NaN."""
         found = []
         for value, truth in zip(self.values, self.truth.tolist(), strict=True):
             if truth > 0:
                 found.append(value / truth - 1 if self.upper else 1 - value / truth)
-            else:  # nothing to be relative to
+            else:  # a truth of zero has no relative margin
                 found.append(math.inf if self.upper == (value >= 0) or value == 0 else math.nan)
         return found
 
     def wrong(self) -> list[int]:
-        """The layers it does not hold for, but for the truth's own rounding."""
+        """Return the layers for which the claim fails by more than the rounding of the truth."""
         return [i for i, margin in enumerate(self.margins()) if not margin >= -ROUNDING]
 
 
 @dataclass(frozen=True)
 class Known:
-    """Truths of a stack: for bounds that hold for every input, and at the stack's own size."""
+    """True norms of a stack: for bounds of all input sizes, and at the stack's input size."""
 
     any_size: Tensor
     here: Tensor | None
@@ -71,7 +71,7 @@ Check = Callable[[Stack, Sequence[nn.Module], Known], Iterable[Claim]]
 
 
 def claims(stack: Stack, only: Iterable[str] | None = None) -> list[Claim]:
-    """All claims on a stack's layers; ``only`` those of the named checks."""
+    """Return all claims about a stack's layers, or ``only`` those of the named checks."""
     layers = stack.modules()
     symbols = Symbols(stack)
     found = brackets(_named(layers), stack.settings.rtol)
@@ -90,7 +90,7 @@ def _named(layers: Iterable[Any]) -> dict[str, Any]:
 
 
 def _both_ends(name: str, found: Sequence[Bracket], above: Tensor, below: Tensor) -> list[Claim]:
-    """``below`` is what the lower ends say is attained."""
+    """Return the claims of both ends of brackets; lower ends must be at most ``below``."""
     uppers = [b.upper if b.certified and b.lower <= b.upper else math.nan for b in found]
     lowers = [b.lower for b in found]
     return [
@@ -100,7 +100,7 @@ def _both_ends(name: str, found: Sequence[Bracket], above: Tensor, below: Tensor
 
 
 def _single(name: str) -> Check:
-    """One of ``BOUNDS``, layer by layer, with the settings it takes."""
+    """Return the check of one of ``BOUNDS``, layer by layer, with the settings it takes."""
 
     def check(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
         options = {key: getattr(stack.settings, key) for key in GRIDDED.get(name, ())}
@@ -114,7 +114,7 @@ def _single(name: str) -> Check:
 
 
 def _spectral(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
-    """The differentiable path, which polishes the peak; a few layers, it is the slowest."""
+    """Check the differentiable bound, which refines the peak; it is slow, so on few layers."""
     few = _share(layers, 32)
     for layer in few:
         layer.weight.requires_grad_(True)
@@ -125,7 +125,7 @@ def _spectral(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterab
 
 
 def _finite(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
-    """Brackets at one input size; a few layers."""
+    """Check brackets at one input size, on a few layers."""
     if known.here is None or not stack.dims:
         return
     few = [convolution(layer, input_shape=stack.size) for layer in _share(layers, 32)]
@@ -135,15 +135,15 @@ def _finite(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable
 
 
 def _penalty(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
-    """``Penalty.bounds``: in the weights' own precision, fused on a GPU."""
-    classifier = nn.Linear(1, 1, device=stack.kernels[0].device)  # the last one is left out
+    """Check ``Penalty.bounds``, in the precision of the weights and fused on a GPU."""
+    classifier = nn.Linear(1, 1, device=stack.kernels[0].device)  # the last layer is left out
     penalty = Penalty(nn.ModuleList([*layers, classifier]), samples=stack.settings.samples)
     values = penalty.bounds()
     yield Claim("penalty", [values[str(i)] for i in range(len(layers))], known.any_size)
 
 
 def _constrained(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
-    """Layers constrained to less than their norm: what is left of it is at most the limit."""
+    """Check that layers constrained to less than their norm stay below the limit."""
     truth = known.any_size
     few = [i for i in range(len(_share(layers, 64))) if 1e-3 < truth[i] < 1e6]
     if not few:
@@ -163,7 +163,7 @@ def _constrained(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Ite
 
 
 def _share(layers: Sequence[Any], part: int) -> Sequence[Any]:
-    """One layer in ``part``, one at least."""
+    """Return one layer in ``part``, and at least one."""
     return layers[: max(1, len(layers) // part)]
 
 
@@ -174,23 +174,23 @@ CHECKS: dict[str, Check] = {
     "penalty": _penalty,
     "constrain": _constrained,
 }
-"""Name → check; the brackets for every size come first and always."""
+"""Name → check. The brackets for all input sizes always run first."""
 
 
 def fails(stack: Stack, claim: str) -> bool:
-    """Whether a claim of that name is wrong."""
+    """Whether a claim of that name fails for the stack."""
     check = claim.removesuffix(", sized").removesuffix(" upper").removesuffix(" lower")
     return any(c.name == claim and c.wrong() for c in claims(stack, [check]))
 
 
 def check_stack(stack: Stack, tally: Tally) -> None:
-    """Check all bounds of a stack's layers; what is wrong is shrunk."""
+    """Check all bounds of a stack's layers, and shrink the failing cases."""
     tally.count += len(stack.kernels)
     for axis, each in counted(stack).items():
         tally.counts.setdefault(axis, Counter()).update(each)
     try:
         found = claims(stack)
-    except Exception as error:  # refusing a good layer is as wrong as a wrong number
+    except Exception as error:  # refusing a valid layer is also a violation
         said = f"{type(error).__name__}: {error}"
         tally.violations.append({"claim": "error", "at": [stack.seed], "message": said})
         return
@@ -200,7 +200,7 @@ def check_stack(stack: Stack, tally: Tally) -> None:
         for index in claim.wrong():
             message = f"{claim.values[index]!r} against {claim.truth[index].item()!r}"
             wrong = {"claim": claim.name, "at": [stack.seed, index], "message": message}
-            if all(v["claim"] != claim.name for v in tally.violations):  # one of a kind is enough
+            if all(v["claim"] != claim.name for v in tally.violations):  # one per claim is enough
                 one = replace(stack, kernels=stack.kernels[index : index + 1], families=())
                 small = shrink(one, simpler_layers, partial(fails, claim=claim.name))
                 wrong["reproduction"] = reproduction(small, claim.name)
@@ -208,7 +208,7 @@ def check_stack(stack: Stack, tally: Tally) -> None:
 
 
 def check_layers(seeds: range, layers: int, device: str = "cpu") -> Tally:
-    """The stacks of these seeds, ``layers`` kernels each."""
+    """Check the stacks of these seeds, ``layers`` kernels each."""
     tally = Tally()
     for seed in seeds:
         check_stack(random_stack(seed, layers, device), tally)

@@ -1,15 +1,15 @@
-"""Hold every elementwise rule against its operation at neighbouring floats.
+"""Check the rule of every elementwise operation at neighbouring floats.
 
     python -m verify neighbours --out benchmarks/records/neighbours.json
 
-For floats a and b, as far apart as 1 to 2^40 units in the last place, around every place where a
-formula changes, where the slope is largest, and over the whole range of numbers:
+The check takes floats a and b that are 1 to 2^40 units in the last place apart, around every place
+where a formula changes or the slope is largest, and over the whole range of numbers:
 
     |f(a) − f(b)| ≤ L·|a − b| + error + 2·ulps·(unit in the last place of f)
 
-L and the error are what ``audit`` says of the operation. The number of ulps is what the library's
-functions are documented to be off by (SLEEF's exp, expm1, log1p, tanh, erf: 1), added up over the
-formula. Where a formula subtracts, the unit is that of what it subtracts from.
+L and the error are those that ``audit`` uses for the operation. The number of ulps is the sum of
+the documented errors of the functions in the formula (SLEEF's exp, expm1, log1p, tanh, erf: 1).
+Where a formula subtracts, the unit is that of the number it subtracts from.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from torch.nn import functional as F
 from lipbound import audit
 
 APART = tuple(range(0, 41))
-AROUND = 200  # floats on either side of a breakpoint
+AROUND = 200  # number of floats on either side of a breakpoint
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operation, where its formula changes or is steepest, and how exact it is.
+    """An operation, the places where its formula changes or is steepest, and its accuracy.
 
     Attributes:
         run: The operation.
-        breaks: Places to look closely at.
-        ulps: Documented error of the formula's functions, added up.
-        unit: Of what these are units: the result, or the input where that is subtracted from.
+        breaks: Points around which all neighbouring floats are checked.
+        ulps: Documented error of the formula's functions, summed.
+        unit: Value whose last place is the unit: the result, or the input if it is subtracted from.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -105,7 +105,7 @@ CASES: dict[str, Case] = {
 
 
 class Alone(nn.Module):
-    """The operation as a network of one input."""
+    """A network of one input that applies the operation."""
 
     def __init__(self, run: Callable[[Tensor], Tensor], dtype: torch.dtype):
         super().__init__()
@@ -117,7 +117,7 @@ class Alone(nn.Module):
 
 
 def stepped(points: Tensor, count: Tensor | int) -> Tensor:
-    """The floats ``count`` further up."""
+    """Return the floats ``count`` places above the given ones."""
     kind = torch.int64 if points.dtype == torch.float64 else torch.int32
     bits = points.contiguous().view(kind).to(torch.int64)
     least = torch.iinfo(kind).min
@@ -127,7 +127,7 @@ def stepped(points: Tensor, count: Tensor | int) -> Tensor:
 
 
 def places(case: Case, dtype: torch.dtype) -> Tensor:
-    """Floats around the breakpoints, and over the whole range."""
+    """Return floats around the breakpoints and over the whole range."""
     nearby = torch.arange(-AROUND, AROUND + 1)
     powers = 2 ** torch.arange(2, 30 if dtype == torch.float32 else 52)
     offsets = torch.cat([nearby, powers, -powers])
@@ -141,7 +141,7 @@ def places(case: Case, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def check(case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    """Pairs that were compared, violations, and the least of (allowed − found)/allowed."""
+    """Return the number of pairs, violations, and the smallest (allowed − found)/allowed."""
     model = Alone(case.run, dtype).eval()
     found = audit(model, (1,), search=0)
     assert found.upper < math.inf, found.reason
@@ -155,7 +155,7 @@ def check(case: Case, dtype: torch.dtype) -> dict[str, Any]:
             kept = others.isfinite() & ((others > 0) == (points > 0)) | (others.abs() < 1e30)
             one, two = points[kept], others[kept]
             f, g = model(one[:, None])[:, 0].double(), model(two[:, None])[:, 0].double()
-            # In float64 the difference of close floats is exact; else its rounding is in the slack.
+            # Differences of close floats are exact in float64; the slack covers other rounding.
             apart = (one.double() - two.double()).abs() * (1 + 1e-15)
             inside = torch.maximum(one.double().abs(), two.double().abs())
             size = torch.maximum(f.abs(), g.abs())
@@ -183,7 +183,7 @@ def everything(names: Sequence[str] = tuple(CASES)) -> dict[str, dict[str, Any]]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """None besides those of every hunt."""
+    """Add no options: this hunt has only the common ones."""
 
 
 def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -1,4 +1,4 @@
-"""The audit's bound on random networks against searched Jacobian norms."""
+"""Compare the audit's bound of random networks with the largest Jacobian norms found."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from verify.random_networks import (
 from verify.shrinking import shrink
 from verify.tally import Tally
 
-ROUNDING = 1e-12  # of a Jacobian in float64
+ROUNDING = 1e-12  # rounding error of a Jacobian in float64
 
 
 def jacobians(model: nn.Module, points: Tensor) -> Tensor:
-    """``(points, outputs, inputs)``: forward mode, every unit direction an entry of the batch."""
+    """Return Jacobians ``(points, outputs, inputs)`` by forward mode, one batch entry per input."""
     count, inputs = len(points), points[0].numel()
     tangents = torch.eye(inputs).to(points).reshape(inputs, *points.shape[1:])
     tangents = tangents.repeat(count, *[1] * (points.ndim - 1))
@@ -44,10 +44,10 @@ def jacobians(model: nn.Module, points: Tensor) -> Tensor:
 def searched_norm(
     model: nn.Module, shape: Shape, seed: int, rounds: int = 3, error: float = 0.0
 ) -> float:
-    """The largest Jacobian norm, or quotient of differences, found for a float64 network.
+    """Return the largest Jacobian norm or difference quotient found for a float64 network.
 
-    At random points of several scales, then around the best of them: along the gradient of ‖J‖
-    where there is one, and at random.
+    The search tries random points of several scales, and then points around the best of them, along
+    the gradient of ‖J‖ where it exists and at random.
     """
     draw = torch.Generator().manual_seed(seed)
     like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
@@ -78,7 +78,7 @@ def searched_norm(
 
 
 def _uphill(model: nn.Module, point: Tensor, matrix: Tensor) -> Tensor:
-    """The unit direction in which ‖J(x)v‖ grows, v the top singular vector; zero if none."""
+    """Return the unit direction of growing ‖J(x)v‖, v the top singular vector; zero if none."""
     right = torch.linalg.svd(matrix, full_matrices=False)[2][0].reshape(point.shape)
 
     def size(x: Tensor) -> Tensor:
@@ -93,9 +93,9 @@ def _uphill(model: nn.Module, point: Tensor, matrix: Tensor) -> Tensor:
 
 @torch.no_grad()
 def empty_windows(model: nn.Module, shape: Shape) -> bool:
-    """Whether a pooling window of a float64 network lies in padding alone: its maximum is −∞.
+    """Whether a pooling window of a float64 network lies in padding alone, so its maximum is −∞.
 
-    torch has no gradient there. The audit bounds such networks; nothing can be held against it.
+    PyTorch has no gradient there, so the audit's bound of such networks cannot be checked.
     """
     seen: list[bool] = []
 
@@ -114,7 +114,7 @@ def empty_windows(model: nn.Module, shape: Shape) -> bool:
 
 
 def margin(model: nn.Module, shape: Shape, seed: int) -> tuple[float, float, float, str]:
-    """upper/found − 1, both, and why there is no bound (then NaN)."""
+    """Return upper/found − 1, both values, and the reason if there is no bound (then NaN)."""
     effort = "normal" if seed % EFFORT else "high"
     method = list(BOUNDS)[seed % len(BOUNDS)] if seed % 2 and seed % EFFORT else "spectral"
     found = audit(model, shape, search=0, method=method, effort=effort)
@@ -133,7 +133,7 @@ def fails(case: tuple[nn.Module, Shape], seed: int) -> bool:
 
 
 def simpler_networks(case: tuple[nn.Module, Shape]) -> Iterator[tuple[nn.Module, Shape]]:
-    """Copies with a module dropped, or a composite replaced by one of its parts."""
+    """Yield copies with a module dropped, or a composite replaced by one of its parts."""
     model, shape = case
     for name, part in list(model.named_modules()):
         if isinstance(part, nn.Sequential):
@@ -153,7 +153,7 @@ def simpler_networks(case: tuple[nn.Module, Shape]) -> Iterator[tuple[nn.Module,
 
 
 def reproduction(model: nn.Module, shape: Shape, seed: int) -> str:
-    """Python that checks this one network again."""
+    """Return Python code that checks this network again."""
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     state = {name: tensor.double().tolist() for name, tensor in model.state_dict().items()}
     return f"""import torch
@@ -169,12 +169,12 @@ print(margin(model.to({dtype}).eval(), {shape!r}, {seed}))
 
 
 def _short(reason: str) -> str:
-    """The kind of a reason, without what it names."""
+    """Return the kind of a reason, without its details."""
     return reason.split(" (")[0].split(" when it runs")[0].removeprefix("layers only: ")
 
 
 def check_networks(seeds: range, device: str = "cpu") -> Tally:
-    """One network a seed. Refusals are counted; an error is a violation."""
+    """Check one network per seed. Refusals are counted; an error is a violation."""
     tally = Tally()
     outcomes, kinds, reasons = Counter[str](), Counter[str](), Counter[str]()
     for seed in seeds:

@@ -1,7 +1,7 @@
-"""Truths that random layers are held against: dense float64 spectra, whole stacks at a time.
+"""True norms of random layers, from dense float64 spectra of whole stacks.
 
-Both are attained: σ1 of the symbol at one frequency, which long inputs come up to whatever their
-padding, and σ1 of the layer's own matrix, read off PyTorch's own module.
+There are two: σ1 of the symbol at one frequency, which long inputs approach with any padding, and
+σ1 of the layer's matrix, which is computed with PyTorch's own module. The layer attains both.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lipbound.geometry import convolution
 from lipbound.symbols import grid, positions, radians, taps
 from verify.random_layers import Stack, module
 
-ENTRIES = 1 << 21  # complex numbers of a temporary
-MATRICES = 1 << 16  # at once, however small: a GPU's solver takes workspace for each
-ROUNDS = 16  # halvings of the step on the way uphill
+ENTRIES = 1 << 21  # largest number of complex entries of a temporary tensor
+MATRICES = 1 << 16  # largest batch: a GPU's solver needs workspace for each matrix
+ROUNDS = 16  # number of times the ascent halves its step
 
 
 class Symbols:
-    """The strided symbols of a stack, each layer's largest weight near 1.
+    """The strided symbols of a stack, scaled so that each layer's largest weight is near 1.
 
     Attributes:
-        unit: ``(layers,)`` what its kernels were divided by, powers of two.
+        unit: Powers of two by which the kernels were divided, ``(layers,)``.
         flat: ``(blocks, taps, rows·columns)``, a block for every group of every layer.
     """
 
@@ -44,7 +44,7 @@ class Symbols:
         self.places = positions(self.sizes).to(self.flat)
 
     def largest(self, frequencies: Tensor) -> Tensor:
-        """σ1 at frequencies of each block: ``(blocks, P, D)`` → ``(blocks, P)``."""
+        """Return σ1 at frequencies of each block: ``(blocks, P, D)`` → ``(blocks, P)``."""
         each = max(ENTRIES // MATRICES, self.rows * self.columns)
         step = max(1, ENTRIES // (self.blocks * each))
         parts = []
@@ -55,23 +55,23 @@ class Symbols:
         return torch.cat(parts, 1)
 
     def per_layer(self, values: Tensor) -> Tensor:
-        """The largest group's, in the weights' own units: ``(blocks,)`` → ``(layers,)``."""
+        """Return the largest value over groups, unscaled: ``(blocks,)`` → ``(layers,)``."""
         return values.reshape(self.layers, -1).amax(1) * self.unit
 
     def at(self, frequencies: Tensor) -> Tensor:
-        """σ1 of every layer at a frequency of its own: ``(layers, D)`` → ``(layers,)``."""
+        """Return σ1 of every layer at its own frequency: ``(layers, D)`` → ``(layers,)``."""
         each = frequencies.to(self.flat).repeat_interleave(self.blocks // self.layers, 0)
         return self.per_layer(self.largest(each[:, None])[:, 0])
 
     def peaks(self, start: Tensor) -> Tensor:
-        """The largest σ1 found for every layer, from ``start``, ``(layers, D)``, or elsewhere."""
+        """Return the largest σ1 found per layer from ``start``, ``(layers, D)``, or a grid."""
         return self.per_layer(self.climb(start)[0])
 
     @torch.no_grad()
     def climb(self, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Uphill from a grid's best point, or from ``start``, ``(layers, D)``, if that is more.
+        """Ascend from a grid's best point, or from ``start``, ``(layers, D)``, if that is higher.
 
-        Returns every block's largest σ1, ``(blocks,)``, and where, ``(blocks, D)``.
+        Returns every block's largest σ1, ``(blocks,)``, and its frequency, ``(blocks, D)``.
         """
         per_degree = {0: 1, 1: 8, 2: 4, 3: 3}[len(self.sizes)]
         samples = tuple(max(1, per_degree * (m - 1)) for m in self.sizes)
@@ -97,7 +97,7 @@ class Symbols:
 
 
 def norms(matrices: Tensor) -> Tensor:
-    """σ1 of each matrix, by the eigenvalues of its smaller Gram matrix."""
+    """Return σ1 of each matrix, from the eigenvalues of its smaller Gram matrix."""
     rows, columns = matrices.shape[-2:]
     if min(rows, columns) == 1:
         return torch.linalg.vector_norm(matrices, dim=(-2, -1))
@@ -107,16 +107,16 @@ def norms(matrices: Tensor) -> Tensor:
 
 @torch.no_grad()
 def operator_norms(stack: Stack) -> Tensor:
-    """σ1 of every layer's matrix at the stack's input size: ``(layers,)``."""
+    """Return σ1 of every layer's matrix at the stack's input size, ``(layers,)``."""
     symbols = stack.doubles()
     unit = symbols.abs().flatten(1).amax(1).clamp_min(1e-300)
     return norms(matrices(stack, unit)) * unit
 
 
 def matrices(stack: Stack, unit: Tensor) -> Tensor:
-    """``(layers, outputs, inputs)`` of the kernels over ``unit``: the images of unit vectors.
+    """Return the layers' matrices for kernels divided by ``unit``, ``(layers, outputs, inputs)``.
 
-    All kernels go side by side into one module, as output channels.
+    All kernels are output channels of one module, which is applied to the unit vectors.
     """
     kernels = stack.doubles()
     kernels = kernels / unit.reshape(-1, *[1] * (kernels.ndim - 1))

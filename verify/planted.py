@@ -1,8 +1,8 @@
-"""Plant known faults in the bounds, one at a time, and count the layers until the campaign sees it.
+"""Plant known faults in the bounds, and count the layers until the campaign detects each of them.
 
     python -m verify planted --out benchmarks/records/planted.json
 
-A check that finds nothing is worth what it would have found.
+This shows that the campaign, which finds no violation, would find these faults.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verify.campaign import LAYERS
 from verify.layer_checks import claims
 from verify.random_layers import random_stack
 
-MOST = 20_000  # layers, then the fault counts as missed
+MOST = 20_000  # number of layers after which a fault counts as missed
 
 
 def _undivided(conv: Convolution) -> tuple[int, ...]:
@@ -52,12 +52,12 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "bracket: cells said to reach half as far": (cells.Cover, "_angles", _half),
     "sized bracket: grid one point too small": (finite, "_least", _one_less),
 }  # fmt: skip
-"""What is wrong → where, its name there, and from the right function to the wrong one."""
+"""Fault → owner, name of its function, and how to make the wrong function from the right one."""
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """The library with one fault."""
+    """Run the body with one fault in the library."""
     place, attribute, change = FAULTS[name]
     right = getattr(place, attribute)
     setattr(place, attribute, change(right))
@@ -68,7 +68,7 @@ def planted(name: str) -> Iterator[None]:
 
 
 def seen_after(most: int = MOST, first: int = 0) -> tuple[int, str]:
-    """Layers until a claim was wrong, and which; all of them and nothing if none was."""
+    """Return the layers checked until a claim failed, and its name, empty if none failed."""
     layers, seed = 0, first
     while layers < most:
         stack = random_stack(seed, LAYERS)
@@ -80,7 +80,7 @@ def seen_after(most: int = MOST, first: int = 0) -> tuple[int, str]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """None besides those of every hunt."""
+    """Add no options: this hunt has only the common ones."""
 
 
 def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -1,4 +1,4 @@
-"""Random layers in stacks: one geometry of any kind, many kernels of every family, one seed."""
+"""Random stacks of layers: a seed gives one geometry and many kernels of all families."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lipbound.symbols import WIDENINGS
 KINDS = ("normal", "rank one", "flat", "two peaks", "off grid", "nearly zero", "smooth", "sparse")
 FAMILIES = (*KINDS, "alternating", "equal", "delta", "mixed scales", "few bits")
 DTYPES = (torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float16)
-SCALES = (1e-20, 1e-3, 1.0, 1.0, 1e3, 1e18)  # squares of 1e20 overflow float32, as they should
-RTOLS = (  # per number of axes; the smallest leave the bracket's rounding nowhere to hide
+SCALES = (1e-20, 1e-3, 1.0, 1.0, 1e3, 1e18)  # squares of 1e20 overflow float32
+RTOLS = (  # per number of axes; the smallest expose rounding errors of the bracket
     (1e-3, 1e-8, 1e-12),
     (1e-1, 1e-2, 1e-3, 1e-4, 1e-8),
     (1e-1, 1e-2, 1e-3, 1e-3, 1e-3, 1e-4, 1e-6),
     (1e-1, 1e-2, 1e-3, 1e-3, 1e-3, 1e-4),
 )
-SHORT, LONG = 72, 500  # most rows and columns of a layer's matrix, the shorter side first
+SHORT, LONG = 72, 500  # largest sides of a layer's matrix, the shorter one first
 MODULES = {
     False: (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     True: (nn.Linear, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -33,13 +33,13 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How the bounds of a stack are called."""
+    """The options with which the bounds of a stack are called."""
 
     rtol: float = 1e-3
     samples: int | None = None
     widening: str = "best"
     iterations: int = 6
-    sized: bool = False  # the input size is told to the bounds that take a grid
+    sized: bool = False  # whether the grid bounds get the input size
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Stack:
     """Layers of one geometry.
 
     Attributes:
-        seed: All of it comes from this number and the kernel's index.
+        seed: Seed; a kernel depends only on it and the kernel's index.
         kernels: Weights as the module holds them, each in its own precision.
         options: Geometry, as the options of a bare kernel.
-        size: A spatial input size that fits, or ``None``.
-        families: Of the kernels.
-        settings: How the bounds are called.
+        size: A valid spatial input size, or ``None``.
+        families: Family of each kernel.
+        settings: Options of the bounds.
     """
 
     seed: int
@@ -67,15 +67,15 @@ class Stack:
         return self.kernels[0].ndim - 2
 
     def doubles(self) -> Tensor:
-        """The kernels in float64, exactly: ``(layers, cout, cin / groups, *spatial)``."""
+        """Return the exact kernels in float64, ``(layers, cout, cin / groups, *spatial)``."""
         return torch.stack([kernel.double() for kernel in self.kernels])
 
     def modules(self) -> list[nn.Module]:
-        """The layers as PyTorch knows them."""
+        """Return the layers as PyTorch modules."""
         return [module(kernel, self.options) for kernel in self.kernels]
 
     def features(self) -> list[str]:
-        """What kind of layer it is, for counting."""
+        """Return the features of the geometry, for counting."""
         options = self.options
         found = [f"{self.dims}d" if self.dims else "matrix"]
         found += ["wide"] if min(self.kernels[0].shape[:2]) > 16 else []
@@ -90,7 +90,7 @@ class Stack:
 
 
 def module(kernel: Tensor, options: dict[str, Any]) -> nn.Module:
-    """The layer with this weight, without bias."""
+    """Return the layer with this weight, without bias."""
     dims = kernel.ndim - 2
     transposed = bool(options.get("transposed"))
     kind: Any = MODULES[transposed][dims]
@@ -111,9 +111,9 @@ def module(kernel: Tensor, options: dict[str, Any]) -> nn.Module:
 
 
 def random_stack(seed: int, layers: int, device: str = "cpu") -> Stack:
-    """A geometry from the seed, and the first ``layers`` of its kernels (wide: an eighth of that).
+    """Draw a geometry and ``layers`` kernels from the seed; wide layers get an eighth of them.
 
-    Wide layers have more channels than the search decomposes outright, so they reach Lanczos.
+    Wide layers have so many channels that the search uses Lanczos instead of a full decomposition.
     """
     rng = np.random.default_rng(seed)
     wide, large = rng.random(2) < 0.05
@@ -162,8 +162,8 @@ def _geometry(rng: np.random.Generator, dims: int, groups: int) -> dict[str, Any
 
 
 def _samples(rng: np.random.Generator, sizes: tuple[int, ...]) -> int | None:
-    """Coarse grids for the most part: there the widening has to carry the bound."""
-    least = max([s for s in sizes if s > 1], default=1)  # more than the spread s − 1
+    """Draw mostly coarse grids, for which the bound depends on the widening."""
+    least = max([s for s in sizes if s > 1], default=1)  # must exceed the spread s − 1
     chosen = [least, least + 1, 2 * least, 10, 4 * least]
     pick = int(rng.integers(0, len(chosen) + 1))
     fine_is_cheap = len(sizes) < 3
@@ -171,7 +171,7 @@ def _samples(rng: np.random.Generator, sizes: tuple[int, ...]) -> int | None:
 
 
 def _size(rng: np.random.Generator, shape: tuple[int, ...], options: Any) -> tuple[int, ...] | None:
-    """An input size that the geometry takes and whose matrix is small enough for an SVD."""
+    """Draw a valid input size whose matrix is small enough for an SVD."""
     dims = len(shape) - 2
     for _ in range(20):
         size = tuple(int(n) for n in rng.integers(1, {0: 1, 1: 16, 2: 7, 3: 5}[dims] + 1, dims))
@@ -186,7 +186,7 @@ def _size(rng: np.random.Generator, shape: tuple[int, ...], options: Any) -> tup
 
 
 def matrix_shape(conv: Convolution) -> tuple[int, int]:
-    """Rows and columns of the layer's matrix at its input size."""
+    """Return the rows and columns of the layer's matrix at its input size."""
     size = conv.input_size or ()
     outputs = conv.out_channels * math.prod(conv.output_size(size))
     return outputs, conv.in_channels * math.prod(size)
@@ -202,9 +202,9 @@ def _layer(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[str, Tenso
 
 
 def structured(rng: np.random.Generator, family: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A kernel of one of ``FAMILIES``."""
+    """Draw a kernel of one of ``FAMILIES``."""
     where = np.indices(shape[2:]).sum(0) if len(shape) > 2 else np.zeros((), int)
-    if family == "alternating":  # the peak at the corner (π, π, ...) of the torus
+    if family == "alternating":  # the peak is at the corner (π, π, ...) of the torus
         return rng.standard_normal((*shape[:2], *[1] * (len(shape) - 2))) * (-1.0) ** where
     if family == "equal":
         return np.ones(shape)
@@ -221,7 +221,7 @@ def structured(rng: np.random.Generator, family: str, shape: tuple[int, ...]) ->
 
 
 def counted(stack: Stack) -> dict[str, Counter[str]]:
-    """How many layers of each feature, family and precision."""
+    """Count the layers of each feature, family and precision."""
     layers = len(stack.kernels)
     return {
         "kinds": Counter({feature: layers for feature in stack.features()}),
@@ -231,7 +231,7 @@ def counted(stack: Stack) -> dict[str, Counter[str]]:
 
 
 def random_kernel(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    """One kernel of a family in ``KINDS``."""
+    """Draw a kernel of a family in ``KINDS``."""
     normal = rng.standard_normal(shape)
     cout, cin, *sizes = shape
     where = np.stack(np.meshgrid(*[np.arange(s) for s in sizes], indexing="ij"))

@@ -1,4 +1,4 @@
-"""Random architectures from a grammar, each from its seed."""
+"""Random architectures, drawn from a grammar by seed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-MOST = 160  # entries of a value inside a network
-MIXED = 10_000_000  # from this seed on the grammar has Mixed; networks of earlier seeds stay
-SLY = 30_000_000  # from this seed on it has Further and Sly
-EFFORT = 50  # every so many networks is one for the audit's effort='high'
+MOST = 160  # largest number of entries of an activation
+MIXED = 10_000_000  # the first seed with Mixed; networks of smaller seeds do not change
+SLY = 30_000_000  # the first seed with Further and Sly
+EFFORT = 50  # one in so many networks is for the audit's effort='high'
 Shape = tuple[int, ...]
 
 
@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 class Concat(nn.Module):
-    """Branches side by side as channels."""
+    """Concatenates the outputs of branches as channels."""
 
     def __init__(self, *branches: nn.Module):
         super().__init__()
@@ -43,7 +43,7 @@ class Concat(nn.Module):
 
 
 class Larger(nn.Module):
-    """The larger of two branches, entry by entry."""
+    """The elementwise maximum of two branches."""
 
     def __init__(self, one: nn.Module, other: nn.Module):
         super().__init__()
@@ -54,7 +54,7 @@ class Larger(nn.Module):
 
 
 class Reuse(nn.Module):
-    """One module, several times."""
+    """Applies one module several times."""
 
     def __init__(self, body: nn.Module, times: int):
         super().__init__()
@@ -67,7 +67,7 @@ class Reuse(nn.Module):
 
 
 class Gate(nn.Module):
-    """A product of activations: no global constant, to be refused."""
+    """A product of activations, which has no global constant; the audit must refuse it."""
 
     def __init__(self, body: nn.Module):
         super().__init__()
@@ -78,7 +78,7 @@ class Gate(nn.Module):
 
 
 class Shuffle(nn.Module):
-    """Operations without a module: channel shuffle, means, a slice, a flip."""
+    """Operations without a module: channel shuffle, means, a slice and a flip."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -95,7 +95,7 @@ class Shuffle(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Products from either side, entries spread by broadcasting, arguments that are activations."""
+    """Products from either side, broadcasting, and activations as arguments."""
 
     KINDS = ("left", "right", "both", "spread", "limit", "bias", "twice")
     left: Tensor
@@ -121,13 +121,13 @@ class Mixed(nn.Module):
             return x + x.mean()
         if self.kind == "limit":
             return torch.clamp(x.mean(1, keepdim=True), max=self.limit)
-        if self.kind == "bias":  # to be refused
+        if self.kind == "bias":  # the audit must refuse it
             return functional.linear(x, self.right, x.flatten()[: len(self.right)])
         return torch.stack([x, x.flip(-1), x]).sum(0)
 
 
 class Further(nn.Module):
-    """Operations of which only one axis, an order or a constant is known."""
+    """Operations that depend on one axis, an order or a constant."""
 
     KINDS = ("cumsum", "sort", "largest", "mask", "index", "einsum", "stack", "written", "unfold",
              "shrink", "median", "triangle")  # fmt: skip
@@ -165,7 +165,7 @@ class Further(nn.Module):
             y = x.clone()
             y[..., 0] = 2 * x[..., -1]
             return y
-        if self.kind == "unfold" and x.ndim == 4:  # of three axes it would take one for the batch
+        if self.kind == "unfold" and x.ndim == 4:  # with three axes it would treat one as the batch
             return functional.unfold(x, 2, padding=1).unsqueeze(-1)
         if self.kind == "shrink":
             return functional.softshrink(x, 0.2)
@@ -173,7 +173,7 @@ class Further(nn.Module):
 
 
 class Sly(nn.Module):
-    """Does one thing while it is captured, or at first, and another when it runs: to be refused."""
+    """Behaves differently when captured, or at first, than when run; the audit must refuse it."""
 
     KINDS = (
         "exporting",
@@ -227,7 +227,7 @@ class Sly(nn.Module):
 
 
 class Grammar:
-    """Draws modules that take a value of a given shape ``(channels, *spatial)``."""
+    """Draws modules for inputs of a given shape ``(channels, *spatial)``."""
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
@@ -241,7 +241,7 @@ class Grammar:
         return tuple(int(self.pick(options)) for _ in range(self.dims))
 
     def network(self) -> tuple[nn.Module, Shape]:
-        """A network and the shape of its input."""
+        """Draw a network and the shape of its input."""
         largest = {1: 12, 2: 6, 3: 4}[self.dims]
         shape = (int(self.pick([1, 2, 3])), *self.axes(range(2, largest + 1)))
         body = self.chain(shape, int(self.pick([1, 2, 3, 4, 5])), depth=2)
@@ -249,7 +249,7 @@ class Grammar:
         return nn.Sequential(*body, *head), shape
 
     def blocks(self) -> tuple[nn.Module, Shape]:
-        """A chain of residual blocks, which the audit can bound with more effort."""
+        """Draw a chain of residual blocks, which the audit bounds better with effort='high'."""
         shape = (int(self.pick([1, 2, 3])), *self.axes([3, 4]))
         width = int(self.pick([2, 3]))
         layers = [self.same(shape[0], width), nn.ReLU()]
@@ -270,7 +270,7 @@ class Grammar:
         return nn.Sequential(*parts)
 
     def fitting(self, draw: Callable[[Shape], nn.Module], shape: Shape) -> nn.Module:
-        """The first drawn module that takes the shape and gives neither nothing nor too much."""
+        """Draw modules until one accepts the shape and has an output that is small, not empty."""
         for _ in range(20):
             try:
                 drawn = draw(shape)
@@ -320,7 +320,7 @@ class Grammar:
         return Residual(self.keeping(shape, depth, out), shortcut, scale)
 
     def keeping(self, shape: Shape, depth: int, out: int | None) -> nn.Module:
-        """A chain that keeps the spatial size and has ``out`` channels."""
+        """Draw a chain that keeps the spatial size and has ``out`` channels."""
         parts: list[nn.Module] = []
         wanted = out or int(self.pick([1, 2, 3]))
         for _ in range(int(self.pick([0, 1, 2]))):
@@ -429,10 +429,10 @@ def _after(module: nn.Module, shape: Shape) -> Shape:
 
 
 def random_network(seed: int) -> tuple[nn.Module, Shape]:
-    """A network in eval mode with weights that are not what PyTorch starts with.
+    """Draw a network in eval mode, with weights that differ from PyTorch's initialization.
 
-    One in three has positive weights only: the largest directions of its layers then meet, and
-    the bound has little room.
+    One in three has positive weights only. The top singular directions of its layers then align, so
+    that the bound is nearly attained.
     """
     torch.manual_seed(seed)
     grammar = Grammar(seed)
@@ -458,7 +458,7 @@ def random_network(seed: int) -> tuple[nn.Module, Shape]:
 
 
 def code(module: nn.Module) -> str:
-    """Python that builds the module."""
+    """Return Python code that builds the module."""
     if isinstance(module, nn.Sequential):
         return f"nn.Sequential({', '.join(code(child) for child in module)})"
     if isinstance(module, Concat):

@@ -1,4 +1,4 @@
-"""From a failing case to a small one: drop and simplify while it still fails."""
+"""Shrink a failing case: simplify it while it still fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shrink(
     case: T, simpler: Callable[[T], Iterator[T]], fails: Callable[[T], bool],
     seconds: float = SECONDS,
 ) -> T:  # fmt: skip
-    """The first simpler case that still fails, again and again, until none does or time is up."""
+    """Replace a case by a simpler one that still fails, until there is none or time is up."""
     end = time.monotonic() + seconds
     while True:
         for candidate in simpler(case):
@@ -27,7 +27,7 @@ def shrink(
                 return case
             try:
                 failing = fails(candidate)
-            except Exception:  # no case at all: a padding that does not fit, say
+            except Exception:  # an invalid case, such as a padding that does not fit
                 failing = False
             if failing:
                 case = candidate
@@ -37,7 +37,7 @@ def shrink(
 
 
 def simpler_layers(stack: Stack) -> Iterator[Stack]:
-    """One layer, a little less of it: groups, channels, taps, options, input, digits."""
+    """Yield simpler stacks of one layer: fewer groups, channels, taps, options, digits."""
     (kernel,) = stack.kernels
     groups = stack.options.get("groups", 1)
     if groups > 1:
@@ -98,7 +98,7 @@ def _smaller_inputs(stack: Stack) -> Iterator[Stack]:
 
 
 def _rounder(stack: Stack) -> Iterator[Stack]:
-    """Fewer digits and fewer entries that are not zero."""
+    """Yield kernels with fewer digits and fewer nonzero entries."""
     (kernel,) = stack.kernels
     unit = 2.0 ** float(kernel.double().abs().max().clamp_min(1e-300).log2().floor())
     for digits in (0, 2, 5):
@@ -113,7 +113,7 @@ def _rounder(stack: Stack) -> Iterator[Stack]:
 
 
 def reproduction(stack: Stack, claim: str) -> str:
-    """Python that checks this one layer again."""
+    """Return Python code that checks this layer again."""
     (kernel,) = stack.kernels
     weights = f"torch.tensor({kernel.double().tolist()}, dtype={kernel.dtype})"
     place = "" if kernel.device.type == "cpu" else f'.to("{kernel.device}")'

@@ -1,4 +1,4 @@
-"""What a campaign has seen: counts, smallest margins, violations. Tallies add up."""
+"""The results of a campaign, which can be added: counts, smallest margins, violations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 @dataclass
 class Tally:
-    """Sums over any number of seeds.
+    """The results over any number of seeds.
 
     Attributes:
-        count: Layers, networks, or kernels searched from.
-        claims: Per claim: how often it was checked, its smallest margin, and where that was.
-        counts: Per axis (kinds, dtypes, ...): how many of each.
-        violations: What was wrong, with its seed and a reproduction.
+        count: Number of layers, networks, or start kernels of a search.
+        claims: Claim → number of checks, smallest margin, and the place of that margin.
+        counts: Axis (kinds, dtypes, ...) → number of each value.
+        violations: Claims that failed, with their seed and a reproduction.
     """
 
     count: int = 0
@@ -26,7 +26,7 @@ class Tally:
     violations: list[dict[str, Any]] = field(default_factory=list)
 
     def saw(self, name: str, margins: Iterable[float], place: list[int]) -> None:
-        """Margins of one claim; ``place`` and the index say where. Infinite ones say nothing."""
+        """Add the margins of one claim at ``place`` and index. Infinite margins are ignored."""
         known = self.claims.setdefault(name, {"count": 0, "margin": None, "at": None})
         for index, margin in enumerate(margins):
             known["count"] += 1
@@ -34,7 +34,7 @@ class Tally:
                 known.update(margin=margin, at=[*place, index])
 
     def add(self, other: Tally) -> None:
-        """Take another's in."""
+        """Add another tally."""
         self.count += other.count
         for name, theirs in other.claims.items():
             mine = self.claims.setdefault(name, {"count": 0, "margin": None, "at": None})
@@ -47,7 +47,7 @@ class Tally:
         self.violations += other.violations
 
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the tally as a JSON record."""
         return {
             "count": self.count,
             "claims": dict(sorted(self.claims.items())),
@@ -57,7 +57,7 @@ class Tally:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Tally:
-        """Back from a record."""
+        """Return the tally of a record."""
         counts = {axis: Counter(each) for axis, each in record["counts"].items()}
         claims = {name: dict(claim) for name, claim in record["claims"].items()}
         return cls(record["count"], claims, counts, list(record["violations"]))

@@ -1,4 +1,4 @@
-"""Certified brackets on trained kernels, as stored and with BatchNorm folded, against dense truth.
+"""Check certified brackets of trained kernels, with and without folded BatchNorm.
 
     python -m verify trained WEIGHTS.safetensors ... --out record.json
 
@@ -29,7 +29,7 @@ SAMPLES = 48
 
 
 def kernels(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every 4d weight, and again multiplied by its BatchNorm, where one is named after it."""
+    """Yield every 4d weight, and its product with the BatchNorm that follows it by name."""
     for name, weight in state.items():
         if weight.ndim != 4:
             continue
@@ -44,14 +44,14 @@ def kernels(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def grid_peak(kernel: Tensor, samples: int = SAMPLES) -> float:
-    """Largest σ1(F) on a grid, half of it by conjugate symmetry."""
+    """Return the largest σ1(F) on a grid, of which conjugate symmetry needs only half."""
     symbols = torch.fft.rfft2(kernel.double(), s=(samples, samples)).permute(2, 3, 0, 1)
     wide = shorter_side_first(symbols)
     return float(torch.linalg.eigvalsh(wide @ wide.mH)[..., -1].max().sqrt())
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("weights", nargs="+", type=Path, help="safetensors files")
+    parser.add_argument("weights", nargs="+", type=Path, help="safetensors files of kernels")
 
 
 def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

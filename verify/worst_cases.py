@@ -1,9 +1,9 @@
-"""Ascent on truth/bound over kernels: how close to wrong can a bound be driven?
+"""Search for kernels whose bound is as close to wrong as possible, by ascent on truth/bound.
 
-From trained kernels and from structured ones. The truth is σ1 of the symbol at the frequency where
-it is largest, differentiable as u*F(ω*)v; the bounds are differentiable themselves. Both ends of a
-bracket follow the truth within rtol, which leaves a gradient nothing to say: there random steps
-are kept when they help.
+The ascent starts from trained kernels and from structured ones. The truth is σ1 of the symbol at
+the frequency where it is largest, differentiable as u*F(ω*)v; the bounds are differentiable too.
+Both ends of a bracket follow the truth within rtol, so their gradients carry no information. For
+them, random steps are kept if the ratio grows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from verify.shrinking import reproduction
 from verify.tally import Tally
 
 STEPS, TRIES = 60, 40
-GRADIENTS = [name for name in BOUNDS if name != "spectral"]  # that is the bracket's upper end
-CHANNELS = 12  # of a trained kernel, a corner of it
+GRADIENTS = [name for name in BOUNDS if name != "spectral"]  # it equals the bracket's upper end
+CHANNELS = 12  # largest number of channels taken from a trained kernel
 
 
 def starts(seed: int, weights: Sequence[Path]) -> tuple[str, Tensor]:
-    """A kernel to begin with: a trained one for even seeds, a structured one for odd."""
+    """Return a start kernel: a trained one for even seeds, a structured one for odd seeds."""
     rng = np.random.default_rng(seed)
     if seed % 2 == 0:
         known = _trained(tuple(weights))
@@ -53,7 +53,7 @@ def _trained(weights: tuple[Path, ...]) -> list[tuple[str, Tensor]]:
 
 
 def geometry(rng: np.random.Generator, dims: int) -> dict[str, Any]:
-    """Stride only: nothing else changes what a bound has to be at least."""
+    """Draw a stride, the only option that changes the least value of a valid bound."""
     return {
         "stride": tuple(int(t) for t in rng.choice([1, 1, 1, 2], dims)),
         "dilation": (1,) * dims,
@@ -65,14 +65,14 @@ def geometry(rng: np.random.Generator, dims: int) -> dict[str, Any]:
 
 
 def truth(kernel: Tensor, options: dict[str, Any]) -> Tensor:
-    """σ1 of the symbol where it is largest, differentiable."""
+    """Return the largest σ1 of the symbol, differentiable."""
     symbols = Symbols(Stack(0, (kernel,), options, None))
     place = symbols.climb(torch.zeros(1, kernel.ndim - 2))[1]
     return symbols.at(place)[0]
 
 
 def ascend(kernel: Tensor, ratio: Callable[[Tensor], Tensor], steps: int) -> tuple[float, Tensor]:
-    """Adam on log(truth/bound); the largest ratio met and the kernel it was met at."""
+    """Run Adam on log(truth/bound), and return the largest ratio and its kernel."""
     point = (kernel / kernel.abs().max()).clone().requires_grad_(True)
     optimizer = torch.optim.Adam([point], lr=0.03)
     best, where = 0.0, point.detach().clone()
@@ -83,7 +83,7 @@ def ascend(kernel: Tensor, ratio: Callable[[Tensor], Tensor], steps: int) -> tup
             best, where = value.item(), point.detach().clone()
         (-value.log()).backward()
         if point.grad is None or not bool(torch.isfinite(point.grad).all()):
-            break  # a double singular value: no direction
+            break  # a double singular value has no gradient
         optimizer.step()
     return best, where
 
@@ -92,7 +92,7 @@ def ascend(kernel: Tensor, ratio: Callable[[Tensor], Tensor], steps: int) -> tup
 def wander(
     kernel: Tensor, ratio: Callable[[Tensor], float], tries: int, rng: np.random.Generator
 ) -> tuple[float, Tensor]:
-    """Random steps that are kept when the ratio grows, shorter when it does not."""
+    """Take random steps, keep them if the ratio grows, and shorten them otherwise."""
     where = kernel / kernel.abs().max()
     best, reach = ratio(where), 0.3
     for _ in range(tries):
@@ -109,7 +109,7 @@ def search_kernels(
     seeds: range, weights: Sequence[Path], device: str = "cpu", steps: int = STEPS,
     tries: int = TRIES,
 ) -> Tally:  # fmt: skip
-    """From each seed's kernel, against every bound: the margins that are left at the worst."""
+    """Attack every bound from each seed's kernel, and tally the smallest margins."""
     tally = Tally()
     for seed in seeds:
         name, kernel = starts(seed, weights)
@@ -146,7 +146,7 @@ def search_kernels(
 def driven(
     name: str, kernel: Tensor, options: dict[str, Any], settings: Settings, steps: int
 ) -> tuple[Claim, Tensor]:
-    """What a bound says of the worst kernel that its gradient leads to."""
+    """Return the claim of a bound about the worst kernel that its gradient finds."""
     own = {key: getattr(settings, key) for key in GRIDDED.get(name, ())}
 
     def ratio(k: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def driven(
 def wandered(
     upper: bool, kernel: Tensor, options: dict[str, Any], settings: Settings, tries: int, seed: int
 ) -> tuple[Claim, Tensor]:
-    """What one end of the bracket says of the worst kernel that random steps lead to."""
+    """Return the claim of one end of the bracket about the worst kernel of random steps."""
 
     def ends(k: Tensor) -> tuple[float, Tensor]:
         found = bracket(k, settings.rtol, **options)

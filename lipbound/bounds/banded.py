@@ -1,4 +1,4 @@
-"""The norm of a sparse matrix whose Gram matrix is banded, from above, proved."""
+"""Proved upper bound on the norm of a sparse matrix whose Gram matrix is banded."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from lipbound.bounds.rounding import UNIT, gamma
 
 
 def banded_norm_above(matrix: sparse.csr_array) -> float:
-    r"""σ1(A) from above, by a banded Cholesky factorization of tI − AA* or tI − A*A.
+    r"""Bound σ1(A) from above by a banded Cholesky factorization of tI − AA* or tI − A*A.
 
-    Resizing and pooling move entries a little along a line, so that one of the two Gram matrices
-    G has few diagonals. An eigensolver suggests t; what proves it is the factor L of B = tI − G:
+    In resizing and pooling, an output depends on few neighbouring inputs, so one of the two Gram
+    matrices G has few diagonals. An eigensolver suggests t; the factor L of B = tI − G proves it:
     :math:`LL^* = B + \Delta` with :math:`|\Delta| \leq \gamma_{b+2}|L||L|^*` (Higham, Theorem
     10.3; rows of L have at most b + 1 entries), and the entries of :math:`|L||L|^*` are at most
-    max B_ii / (1 − γ) in size, 2b + 1 a row. G is off by at most γ times the Gram matrix of |A|.
+    max B_ii / (1 − γ) in size, 2b + 1 per row. G has an error of at most γ times the Gram matrix
+    of |A|.
 
     Args:
-        matrix: Real, float64.
+        matrix: Real float64 matrix.
 
     Example:
         >>> round(banded_norm_above(sparse.csr_array(np.eye(3) + np.eye(3, k=1))), 4)
@@ -53,7 +54,7 @@ def banded_norm_above(matrix: sparse.csr_array) -> float:
 
 
 def _width(matrix: sparse.csr_array) -> int:
-    """How far apart rows are that share a column: the diagonals of AA* on one side."""
+    """Number of diagonals of AA* on one side: the largest distance of rows sharing a column."""
     columns = sparse.csc_array(matrix)
     columns.sort_indices()
     starts, ends = columns.indptr[:-1], columns.indptr[1:]
@@ -62,7 +63,7 @@ def _width(matrix: sparse.csr_array) -> int:
 
 
 def _cost(matrix: sparse.csr_array) -> int:
-    """What factoring AA* costs, about."""
+    """Approximate cost of factoring AA*."""
     return int(matrix.shape[0]) * (_width(matrix) + 1) ** 2
 
 
@@ -78,7 +79,7 @@ def _gram(matrix: sparse.csr_array) -> tuple[NDArray[np.float64], int, float]:
 
 
 def _suggestion(bands: NDArray[np.float64]) -> float:
-    """The largest eigenvalue, about."""
+    """Approximate largest eigenvalue."""
     rows = bands.shape[1]
     if rows == 1:
         return float(bands[0, 0])

@@ -1,4 +1,4 @@
-"""sup σ1(F), certified on both sides: ``bracket``, ``brackets`` and the bound ``spectral``."""
+"""Certify sup σ1(F) on both sides: ``bracket``, ``brackets`` and the bound ``spectral``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lipbound.geometry import Convolution, Layer, convolution, named, own_forwar
 from lipbound.runtime import OutOfTime, Progress, check_time, in_pieces, piece, silent
 from lipbound.symbols import evaluate, taps
 
-TOGETHER = 1024  # layers of one shape: beyond that nothing is gained, and nothing is seen
-LIMIT = 5e9  # cells at once times n³ + 1e5: a flat symbol of three axes would never end
+TOGETHER = 1024  # layers of one shape at once; more are no faster and delay the progress bar
+LIMIT = 5e9  # limit of cells × (n³ + 1e5); a flat symbol of three axes would never end
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Bracket:
     """A certified interval: ``lower`` ≤ the true value ≤ ``upper``, in real arithmetic.
 
     Attributes:
-        lower: Attained: a Rayleigh quotient at ``frequency``, rounded down.
-        upper: Proved.
-        frequency: Where the largest singular value was found, radians per axis.
-        evaluations: Symbols evaluated.
-        certified: Both ends are proved.
+        lower: Lower end: a Rayleigh quotient attained at ``frequency``, rounded down.
+        upper: Upper end, proved.
+        frequency: Frequency of the largest singular value found, radians per axis.
+        evaluations: Number of symbols evaluated.
+        certified: Whether both ends are proved.
     """
 
     lower: float
@@ -46,7 +46,7 @@ class Bracket:
 
     @property
     def width(self) -> float:
-        """upper/lower − 1."""
+        """Relative width, upper/lower − 1."""
         return self.upper / self.lower - 1 if self.lower > 0 else float(self.upper > 0)
 
 
@@ -57,14 +57,14 @@ class _Problem:
     conv: Convolution
     taps: Tensor  # (groups, n, N, *m), n ≤ N, float64, no gradient
     scales: tuple[float, float]
-    zero: bool  # then the taps are another kernel's
+    zero: bool  # whether the kernel is zero; its taps are then ones
 
 
 @torch.no_grad()
 def _problems(
     convs: Mapping[str, Convolution], device: torch.device | str | None = None
 ) -> dict[str, _Problem]:
-    """Layers of equal geometry are read together, as groups of one layer."""
+    """Normalise the symbols; layers of equal geometry are read together as groups of one layer."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, conv in convs.items():
         kernel = conv.kernel
@@ -98,7 +98,7 @@ def _wide(taps: Tensor) -> Tensor:
 
 @dataclass
 class _Found:
-    """What the search says of one layer, in normalised units."""
+    """Result of the search for one layer, in normalised units."""
 
     lower: float
     upper: float
@@ -132,7 +132,7 @@ def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Fou
 
 
 def _unsearched(problem: _Problem) -> _Found:
-    """What takes one pass over the taps: σ1(F) ≤ σ1(Σ|K|), and two bounds on the norm of that."""
+    """Bound in one pass over the taps, without search: σ1(F) ≤ σ1(Σ|K|), bounded in two ways."""
     _, rows, columns, *sizes = problem.taps.shape
     sums = problem.taps.reshape(*problem.taps.shape[:3], -1).abs().sum(-1)  # (groups, n, N)
     energy = torch.linalg.vector_norm(sums.flatten(1), dim=1)
@@ -188,7 +188,7 @@ def bracket(
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
         rtol: Target relative width, upper/lower − 1.
-        device: Where to compute; the weights' device by default.
+        device: Device to compute on; the weights' device by default.
         geometry: Options of a bare kernel; ``input_shape`` to bracket the layer's own σ1 at that
             size instead, see :mod:`lipbound.bounds.finite`.
 
@@ -214,15 +214,15 @@ def brackets(
     device: torch.device | str | None = None,
     progress: Progress = silent,
 ) -> dict[str, Bracket]:
-    """:func:`bracket` for every convolution and Linear layer of a network, equal shapes together.
+    """Bracket every convolution and Linear layer of a network; equal shapes are solved together.
 
-    Layers with a forward of their own are left out: their weight need not be their kernel.
+    Layers that override ``forward`` are left out, because they may not use their weight unchanged.
 
     Args:
-        model: A module, or layers by name.
+        model: A module, or a mapping from names to layers.
         rtol: Target relative width, upper/lower − 1.
-        device: Where to compute; the weights' device by default.
-        progress: Shows how far it is, see :class:`lipbound.runtime.Progress`.
+        device: Device to compute on; the weights' device by default.
+        progress: Function that shows the progress, see :class:`lipbound.runtime.Progress`.
 
     Example:
         >>> list(brackets(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))))
@@ -260,7 +260,7 @@ def _bracketed(problems: Mapping[str, _Problem], rtol: float) -> dict[str, Brack
 
 @torch.no_grad()
 def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
-    """From the normalised supremum to the layer: scale, padding, and the input size, if any."""
+    """Convert the normalised result to the layer: scale, padding, and the input size, if any."""
     conv, frequency = problem.conv, found.frequency
     if problem.zero:
         return Bracket(0.0, 0.0, frequency, found.evaluations)
@@ -274,18 +274,18 @@ def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
                 proved, spent = grid_maximum(Field(problem.taps), grid, upper, rtol)
                 upper, evaluations = min(upper, proved), evaluations + spent
             check_time()
-            # On the operator itself, scaled as the symbol is: tiny weights do not underflow.
+            # The operator is scaled like the symbol, so that tiny weights do not underflow.
             lower = attained(replace(conv, kernel=conv.kernel.double() / big / small), rtol)
         except OutOfTime:
             pass
     elif conv.symbol_stride() != replace(conv, padding_mode="zeros").symbol_stride():
-        # Circular padding of unknown size: the symbol without stride is only an upper bound. What
-        # long inputs come up to is the strided one's supremum, as without the wrapping.
+        # Circular padding of unknown size: the symbol without stride is only an upper bound. Long
+        # inputs approach the supremum of the strided symbol, as for zero padding.
         kernel = conv.kernel.double() / big / small
         inner = bracket(replace(conv, padding_mode="zeros", kernel=kernel), rtol)
         lower, frequency = inner.lower, inner.frequency
     upper = upper * conv.padding_gain() * (1 + 8 * UNIT)
-    # Scaling back rounds where the result is subnormal, and overflows where no float is as large.
+    # Scaling back rounds if the result is subnormal, and overflows if it exceeds every float.
     lower = math.nextafter(lower * big * small, 0.0)
     upper = math.nextafter(upper * big * small, math.inf)
     return Bracket(lower, upper, frequency, evaluations)
@@ -299,7 +299,7 @@ def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
         rtol: Target relative excess over the supremum.
-        geometry: Options of a bare kernel; ``input_shape``.
+        geometry: Options of a bare kernel, or ``input_shape``.
 
     Returns:
         The bound, a scalar, at least σ1 for every input size.
@@ -309,7 +309,7 @@ def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
         tensor(9.0088)
     """
     _check_rtol(rtol)
-    if torch.compiler.is_compiling():  # a search: its graph would break at every level
+    if torch.compiler.is_compiling():  # the search would break the graph at every level
         return torch.compiler.disable(_spectral)(layer, rtol, geometry)
     return _spectral(layer, rtol, geometry)
 

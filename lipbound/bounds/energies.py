@@ -24,19 +24,19 @@ def lipbound(
 
     .. math:: \sigma_1(M) \leq \sqrt{\sum_i \sup_\omega \sum_j |f_{ij}(\omega)|^2}
 
-    The adjoint has the same norm, so the sum may run over the columns instead: it does where there
-    are fewer of them and it costs nothing (stride 1, one group). This is the number that
-    :class:`lipbound.Penalty` sums. On a 1×1 kernel, as on any with one tap, it is the Frobenius
-    norm. It equals sup σ1(F) when one channel side is 1, and is a multiple of σ1 on wide layers:
-    cheap and differentiable, a regularizer rather than an answer.
+    The adjoint has the same norm, so the sum may run over the columns instead. It does where there
+    are fewer columns and this costs nothing (stride 1, one group). :class:`lipbound.Penalty` sums
+    the logarithm of this bound. For a kernel with one tap it is the Frobenius norm. It equals
+    sup σ1(F) if one channel side is 1, and is several times σ1 on wide layers. It is cheap and
+    differentiable, so it serves as a regularizer; use ``'spectral'`` for a tight bound.
 
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
-        samples: Grid points per frequency axis; ``None`` takes 32 per unit of degree.
+        samples: Grid points per frequency axis; ``None`` uses 32 per unit of degree.
         widening: ``'best'``, ``'cosine'`` or ``'paper'``, see :func:`lipbound.symbols.widening`.
         sides: ``'both'`` computes the sum over the rows and the sum over the columns and returns
             the smaller one. It takes about three times as long.
-        geometry: Options of a bare kernel; ``input_shape``.
+        geometry: Options of a bare kernel, or ``input_shape``.
 
     Returns:
         The bound, a scalar, at least σ1 for every input size; differentiable.
@@ -64,7 +64,7 @@ def lipbound(
 
 
 def _other_side(scaled: Scaled, rows: Tensor, kind: Lags, across: bool) -> Tensor:
-    """The sum that was not taken: one column for every input channel and phase of the stride."""
+    """Sum over the other side: one column for every input channel and phase of the stride."""
     if across:
         return _largest_sum(rows, kind, 1)
     columns = scaled.taps().transpose(1, 2).flatten(0, 1)
@@ -79,7 +79,7 @@ def frobenius(
 ) -> Tensor:
     r"""Bound σ1 by :math:`\sup_\omega \|F(\omega)\|_F`: at most LipBound, at most √rank · σ1.
 
-    Args and returns as :func:`lipbound`.
+    Arguments and result are those of :func:`lipbound`.
 
     Example:
         >>> frobenius(torch.eye(4)[..., None, None])
@@ -95,7 +95,7 @@ def frobenius(
 
 
 def _largest_sum(rows: Tensor, kind: Lags, groups: int) -> Tensor:
-    """Σ of the rows' peaks in the group where it is largest, with its rounding error."""
+    """Largest sum of row peaks over the groups, enlarged by its rounding error."""
     peaks, _ = row_peaks(rows, kind, locate=False, dtype=torch.float64)
     relative = kind.relative_error(rows, torch.float64)
     return peaks.reshape(groups, -1).sum(1).amax() * ((1 + relative) / (1 - relative))

@@ -1,25 +1,26 @@
-r"""σ1 of a layer at one input size: an upper end below the symbol's supremum, a lower end attained.
+r"""Bracket σ1 of a layer at one input size, where it may be less than the symbol's supremum.
 
 **Circular padding.** The matrix is a circulant (with stride t dividing n, a block one), so its
 singular values are those of the symbol on the n/t-grid.
 
 **Zero padding.** The matrix M is a compression of *every* circulant large enough that no tap
-wraps around from one used pixel to another; and of every twisted one, whose wrapped entries carry
-a phase e^{iφ}, since M has none of those entries. The twisted circulant of size N has the
-symbol's singular values at the frequencies (2πk + φ)/N, so
+wraps around from one used pixel to another. The same holds for every twisted circulant, whose
+wrapped entries carry a phase e^{iφ}, since M has none of those entries. The twisted circulant of
+size N has the symbol's singular values at the frequencies (2πk + φ)/N, so
 
 .. math:: \sigma_1(M) \leq \max_k \sigma_1\big(F((2\pi k + \varphi)/N)\big)
           \quad\text{for all } N \geq N_{\min} \text{ and all } \varphi.
 
-Choosing N and φ so that the symbol's peak falls between the grid's points gives back what a small
-input loses at its border: for the kernel (1, 1, 1) and φ = π the bound is 1 + 2cos(π/(n + 1)),
-the exact value. Peaks come in pairs ±ω*, and the midpoints between the grid's images of the two
-are φ = 0 and φ = π, so those are the only twists to try; both keep the grid symmetric.
+N and φ are chosen so that the symbol's peak falls between the grid's points. The bound then shows
+how the border of a small input lowers σ1: for the kernel (1, 1, 1) and φ = π it is
+1 + 2cos(π/(n + 1)), the exact value. Peaks come in pairs ±ω*, and the midpoints between the grid's
+images of the two are φ = 0 and φ = π, so those are the only twists to try; both keep the grid
+symmetric.
 
 **Pruning on a grid.** With U ≥ sup σ1(F) and τ ≤ U: if \|T\| ≤ U has degree d then the angle
 arccos(T/U) changes by at most d per unit of ω (Bernstein and Szegő), so
 σ1(F(c)) < U cos(arccos(τ/U) + θ) proves σ1(F) < τ within an angle θ of c. Blocks of grid points
-are tried by their centres, and point by point where that fails.
+are tested at their centres, and point by point where that fails.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Grid:
 
 
 def embedding(conv: Convolution, frequency: Sequence[float]) -> Grid | None:
-    """The grid whose maximum bounds σ1 at the layer's input size, away from ``frequency``.
+    """Choose a grid, far from ``frequency``, whose maximum bounds σ1 at the layer's input size.
 
-    ``None`` for a matrix, for reflect and replicate padding, and for circular padding with
+    Return ``None`` for a matrix, for reflect and replicate padding, and for circular padding with
     repeated or unaligned rows.
     """
     if not conv.input_size or conv.padding_mode in ("reflect", "replicate"):
@@ -82,7 +83,7 @@ def _least(conv: Convolution, axis: int, fine: int, coarse: int) -> int:
 
 
 def _furthest(least: int, scale: int, frequency: float) -> tuple[int, int]:
-    """Of a few N and both twists, the one whose grid stays furthest from ±``frequency``."""
+    """Choose the size N and the twist whose grid is furthest from ±``frequency``."""
     options = []
     for size in range(least, least + 3):
         for half in (0, 1):
@@ -94,7 +95,7 @@ def _furthest(least: int, scale: int, frequency: float) -> tuple[int, int]:
 
 
 def grid_maximum(field: Field, grid: Grid, above: float, rtol: float) -> tuple[float, int]:
-    """An upper bound, within rtol, on the largest σ1(F) over a grid; and the evaluations it took.
+    """Bound the largest σ1(F) over a grid from above, within rtol; also count the evaluations.
 
     ``above`` is an upper bound on the supremum over all frequencies.
     """
@@ -105,7 +106,7 @@ def grid_maximum(field: Field, grid: Grid, above: float, rtol: float) -> tuple[f
         math.pi * (m - 1) * r * s / n
         for r, m, s, n in zip(reach, field.sizes, grid.scale, grid.sizes, strict=True)
     )
-    # Angles are measured by the reduced symbol's frequencies: neighbours are `scale` steps apart.
+    # Angles refer to the reduced symbol's frequencies: neighbours are `scale` steps apart.
     centres = [
         np.arange(min(r, n - 1), n + r, 2 * r + 1) % n
         for r, n in zip(reach, grid.sizes, strict=True)
@@ -131,7 +132,7 @@ def grid_maximum(field: Field, grid: Grid, above: float, rtol: float) -> tuple[f
 
 
 def _reach(size: int, taps: int) -> int:
-    """Half-width, in points, of a block that spans an angle of about a quarter an axis."""
+    """Half-width, in points, of a block that spans an angle of about 1/4 per axis."""
     if taps == 1:
         return size // 2
     return max(0, min((size - 1) // 2, int(size * 0.25 / (math.pi * (taps - 1)))))
@@ -157,11 +158,11 @@ def _cells(grid: Grid, block: Integers, index: Integers, angle: float, left: Ten
 
 
 def attained(conv: Convolution, rtol: float) -> float:
-    """‖Mv‖/‖v‖ for the layer itself at its input size, v from Lanczos, rounded down.
+    """Compute ‖Mv‖/‖v‖ at the layer's input size, rounded down, with v from Lanczos iteration.
 
-    An output is a sum of at most taps·channels products, so it errs by γ of the sum of their
-    absolute values, and the operator with absolute values has norm at most ‖Σ|K|‖_F times the
-    padding's.
+    An output is a sum of at most taps·channels products, so its error is at most γ times the sum of
+    their absolute values. The operator with absolute values has norm at most ‖Σ|K|‖_F times the
+    norm of the padding.
     """
     from scipy.sparse.linalg import ArpackError
 
@@ -173,7 +174,7 @@ def attained(conv: Convolution, rtol: float) -> float:
         draw = np.random.default_rng(0)
         try:
             vector = leading(linear, draw, rtol / 10, maxiter=2000)[2][0]
-        except ArpackError:  # no convergence, or no input reaches an output: any vector may witness
+        except ArpackError:  # no convergence, or no input reaches an output: any vector will do
             vector = draw.standard_normal(linear.shape[1])
     shape = (1, conv.in_channels, *conv.input_size)
     right = torch.from_numpy(np.ascontiguousarray(vector).reshape(shape)).to(conv.kernel.device)

@@ -1,4 +1,4 @@
-"""Gram iteration on a widened grid, with its rounding accounted for."""
+"""Gram iteration on a widened grid. Rounding errors are included in the bound."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def gram(
 ) -> Tensor:
     r"""Bound σ1 by Gram iteration (Delattre et al. 2023) at every frequency of a grid.
 
-    :math:`\sigma_1(F) \leq \|G_k\|_F^{1/2^k}` with :math:`G_1 = FF^*`, :math:`G_{k+1} = G_k^2`:
-    the excess, at most :math:`n^{1/2^{k+1}}`, halves its logarithm with each product. Rounding
-    makes each product fall short by up to :math:`\gamma^c_n \|G_k\|_F^2`, which is added back.
+    :math:`\sigma_1(F) \leq \|G_k\|_F^{1/2^k}` with :math:`G_1 = FF^*`, :math:`G_{k+1} = G_k^2`.
+    The excess is a factor of at most :math:`n^{1/2^{k+1}}`. Its logarithm halves per product.
+    Rounding lowers each product by up to :math:`\gamma^c_n \|G_k\|_F^2`, which is added back.
 
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
-        iterations: Matrix products per frequency, the first included.
-        samples: Grid points per frequency axis; ``None`` takes 32 per unit of degree.
-        widening: See :func:`lipbound.symbols.widening`.
-        geometry: Options of a bare kernel; ``input_shape``.
+        iterations: Number of matrix products per frequency, including the first.
+        samples: Grid points per frequency axis; ``None`` uses 32 per unit of degree.
+        widening: Kind of widening, see :func:`lipbound.symbols.widening`.
+        geometry: Options of a bare kernel, or ``input_shape``.
 
     Returns:
         The bound, a scalar, at least σ1 for every input size; differentiable.
@@ -58,7 +58,7 @@ def gram(
     frequencies = radians(grid(counts, half=True), counts)
     with torch.no_grad():
         group, point, largest = _maximizer(taps, frequencies, iterations)
-    # The maximum's gradient is the maximizer's, so only that one needs a graph.
+    # The gradient of the maximum is that at the maximizer, so only the latter needs a graph.
     winner = taps[group : group + 1]
     value = _iterate(evaluate(winner, frequencies[point : point + 1]), iterations).reshape(())
     value = value * (largest / value.detach())
@@ -80,7 +80,7 @@ def _maximizer(taps: Tensor, frequencies: Tensor, iterations: int) -> tuple[int,
 
 
 def _iterate(symbols: Tensor, iterations: int) -> Tensor:
-    """``(groups, P, rows, columns)`` → ``(groups, P)``, each at least that matrix's σ1."""
+    """Bound σ1 of each matrix: ``(groups, P, rows, columns)`` → ``(groups, P)``."""
     wide = shorter_side_first(symbols)
     energy = _norm(wide).square()
     product = wide @ wide.mH
@@ -89,13 +89,13 @@ def _iterate(symbols: Tensor, iterations: int) -> Tensor:
         product = product / norms[-1][..., None, None]
         product = product @ product
         norms.append(_norm(product))
-    slack = 1 + (wide[0, 0].numel() + 16) * UNIT  # a Frobenius norm's own rounding, and a few more
+    slack = 1 + (wide[0, 0].numel() + 16) * UNIT  # rounding of a Frobenius norm and a few more
     shortfall = gamma_complex(wide.shape[-2] + 4)
     return _unwind(norms, slack, shortfall, energy * gamma_complex(wide.shape[-1] + 4))
 
 
 def _unwind(norms: Sequence[Tensor], slack: float, shortfall: float, first: Tensor) -> Tensor:
-    """From λ1 of the last, normalised, product (≤ 1) back to σ1 of the symbol."""
+    """Compute the bound on σ1 of the symbol from λ1 ≤ 1 of the last normalised product."""
     level = torch.full_like(norms[-1], slack)
     for norm in reversed(norms[1:]):
         level = (norm * level * slack + shortfall).sqrt() * slack

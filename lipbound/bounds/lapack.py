@@ -1,8 +1,8 @@
-"""Cholesky factorizations of many matrices by scipy's LAPACK.
+"""Cholesky factorizations of many matrices by SciPy's LAPACK.
 
-Called where it lies, by address: Python's lock is free meanwhile, so threads work side by side;
-nothing is copied, and the other triangle is left alone, which in ``torch.linalg.cholesky`` costs as
-much again.
+The routine is called by its address. It releases Python's global lock, so threads run in parallel.
+It copies nothing and leaves the other triangle alone; ``torch.linalg.cholesky`` clears it, which
+takes as long again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROUTINES = {np.dtype(np.complex64): "cpotrf", np.dtype(np.complex128): "zpotrf"}
 
 @cache
 def _routine(name: str) -> Callable[..., None]:
-    from scipy.linalg import cython_lapack  # waits until it is needed
+    from scipy.linalg import cython_lapack  # imported only when needed
 
     capsule = cython_lapack.__pyx_capi__[name]
     tell, take = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
@@ -32,15 +32,15 @@ def _routine(name: str) -> Callable[..., None]:
 
 
 def factor(matrices: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which matrices have a Cholesky factor L in floating point: ``(P,)``.
+    """Test which matrices have a Cholesky factor L in floating point: ``(P,)``.
 
     Args:
-        matrices: ``(P, n, n)`` complex, C order. Only the diagonal and what is above it is read,
-            and overwritten by the transpose of L, the factor of the conjugate matrix.
+        matrices: ``(P, n, n)`` complex, C order. Only the upper triangle is read. It is
+            overwritten by the transpose of L, the factor of the conjugate matrix.
     """
     count, size, _ = matrices.shape
     if not matrices.flags.c_contiguous:
-        raise ValueError(f"matrices with strides {matrices.strides} do not lie in one piece")
+        raise ValueError(f"matrices with strides {matrices.strides} are not contiguous; copy them")
     routine, step = _routine(ROUTINES[matrices.dtype]), matrices.strides[0]
     start = matrices.ctypes.data
     found = np.empty(count, dtype=bool)
@@ -48,5 +48,5 @@ def factor(matrices: NDArray[Any]) -> NDArray[np.bool_]:
     for place in range(count):
         routine(b"L", order, start + place * step, order, info)
         found[place] = info.value == 0
-    # Some libraries do not notice a pivot that is no number; every pivot after it is none either.
+    # Some libraries do not detect a NaN pivot; every pivot after it is NaN as well.
     return found & (matrices[:, -1, -1].real > 0)

@@ -1,4 +1,4 @@
-"""``lipschitz(layer)``: the certified constant of one layer, by its type."""
+"""Certified Lipschitz constant of one layer, by its type."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lipbound.runtime import wide
 def lipschitz(layer: object, *, method: str | None = None) -> Tensor:
     """A certified L2 Lipschitz constant of one layer, for every input size.
 
-    Convolutions (any, transposed or not) and bare kernels: ``bound(layer, method)``.
-    ``nn.Linear``: σ1 of its matrix, whatever the method. BatchNorm in eval mode: max|γ|/√(var + ε).
+    For convolutions and bare kernels it is ``bound(layer, method)``, for ``nn.Linear`` σ1 of the
+    matrix with every method, and for BatchNorm in eval mode max|γ|/√(var + ε).
 
-    Register your own layer types; methods of subclasses are found as Python finds them:
+    Other layer types can be registered; a subclass inherits the rule of its parent:
 
         >>> class Halve(nn.Module):
         ...     pass
@@ -35,7 +35,7 @@ def lipschitz(layer: object, *, method: str | None = None) -> Tensor:
 
     Args:
         layer: The layer.
-        method: A name in ``BOUNDS``; ``None`` is the default of :func:`lipbound.bound`.
+        method: A name in ``BOUNDS``; ``None`` uses the default of :func:`lipbound.bound`.
 
     Raises:
         TypeError: If the layer's type has no rule.
@@ -56,7 +56,7 @@ def _convolution(layer: nn.Module | Tensor | Convolution, *, method: str | None 
 
 @lipschitz.register(nn.Linear)
 def _linear(layer: nn.Linear, *, method: str | None = None) -> Tensor:
-    return bound(layer, "fantastic_four")  # no spatial axis: the one reshape is the matrix
+    return bound(layer, "fantastic_four")  # without spatial axes the only reshape is the matrix
 
 
 @lipschitz.register(_BatchNorm)

@@ -20,25 +20,25 @@ BOUNDS: dict[str, Callable[..., Tensor]] = {
     "fantastic_four": fantastic_four,
     "gram": gram,
 }
-"""Name → function of a layer. The tests and the command line read this table."""
+"""Bounds by name. The tests and the command line read this table."""
 
 
 def bound(layer: Layer, method: str = "spectral", **options: object) -> Tensor:
-    """A number proved to be at least the layer's largest singular value, whatever the input size.
+    """Bound the layer's largest singular value from above; proved for every input size.
 
     Args:
         layer: ``nn.Conv*d``, ``nn.ConvTranspose*d``, or a weight tensor with the options
             ``stride``, ``dilation``, ``groups``, ``padding``, ``padding_mode``, ``transposed``.
         method: A name in ``BOUNDS``. ``'spectral'`` is within 0.1 % of sup σ1(F), the limit of
-            σ1 for large inputs; ``'lipbound'`` is the paper's, cheaper and looser.
-        options: The method's own options; ``input_shape`` where the size is known, which
-            tightens circular, reflect and replicate padding.
+            σ1 for large inputs; ``'lipbound'`` is the paper's bound, cheaper and looser.
+        options: Options of the method. ``input_shape``, if the size is known, gives tighter
+            bounds for circular, reflect and replicate padding.
 
     Returns:
         A scalar in the weights' precision (float32 at least), differentiable.
 
     Raises:
-        ValueError, TypeError: Naming the input that cannot be bounded and what to do.
+        ValueError, TypeError: If the layer cannot be bounded. The message names the fix.
 
     Example:
         >>> import torch

@@ -23,7 +23,7 @@ def fantastic_four(layer: Layer, **geometry: object) -> Tensor:
 
     Args:
         layer: Module or kernel, see :func:`lipbound.geometry.convolution`.
-        geometry: Options of a bare kernel; ``input_shape``.
+        geometry: Options of a bare kernel, or ``input_shape``.
 
     Returns:
         The bound, a scalar, at least σ1 for every input size; differentiable.

@@ -1,14 +1,14 @@
-r"""What floating point can do to a bound, and how it is paid for.
+r"""Rounding errors of the bounds, and how the bounds are enlarged to cover them.
 
-Every bound is computed in float64 (the spectral search proves cells with room to spare in float32,
-see :mod:`.supremum.single`), whatever the weights' precision (they convert exactly), on a
-kernel divided by a power of two near its largest entry, and is then enlarged by an a-priori bound
-of its rounding error. Notation: :math:`u = 2^{-53}`, :math:`\gamma_k = ku/(1 - ku)`. A float64
+Every bound is computed in float64, to which all weights convert exactly (the spectral search proves
+cells with enough margin in float32, see :mod:`.supremum.single`). The kernel is first divided by a
+power of two near its largest entry, and the bound is then enlarged by an a-priori bound of its
+rounding error. Notation: :math:`u = 2^{-53}`, :math:`\gamma_k = ku/(1 - ku)`. A float64
 inner product of length k, in any order, with or without fused multiply-adds, errs by at most
 :math:`\gamma_k \sum |x_i y_i|` (Higham, *Accuracy and Stability*, §3.1); a complex one by at most
 :math:`\sqrt2\,\gamma_{2k}\sum|x_i||y_i|`, being two real ones of length 2k.
 
-The guarantee speaks of the real-arithmetic layer with exactly these weights.
+The guarantee is for the layer in real arithmetic with exactly these weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lipbound.runtime import in_threads, wide
 from lipbound.symbols import taps
 
 UNIT = 2.0**-53
-LAPACK_FROM = 24  # rows
+LAPACK_FROM = 24  # rows from which LAPACK is faster
 
 
 def gamma(count: float) -> float:
@@ -38,15 +38,15 @@ def gamma(count: float) -> float:
 
 
 def gamma_complex(count: float) -> float:
-    """The same for a complex inner product of length ``count``."""
+    """Relative error of a complex float64 inner product of length ``count``."""
     return math.sqrt(2) * gamma(2 * count)
 
 
 def symbol_error(sizes: Sequence[int]) -> float:
     r"""Error of a computed symbol's entries, relative to :math:`\sum_h |K_h|` entry by entry.
 
-    An angle h·ω is a short inner product of numbers below 2πm, off by a few u of its size; its
-    sine and cosine add one rounding, the sum over the taps the rest.
+    An angle h·ω is a short inner product of numbers below 2πm, with an error of a few u of its
+    size. Its sine and cosine add one rounding, and the sum over the taps adds the rest.
     """
     angle = 4 * math.pi * sum(sizes) + 8
     return gamma_complex(math.prod(sizes) + angle)
@@ -55,13 +55,13 @@ def symbol_error(sizes: Sequence[int]) -> float:
 def cholesky_error(size: int) -> float:
     """‖LL* − B‖ of a computed Cholesky factor, relative to tr B; see ``spectral_norm_above``.
 
-    One more than the theorem's n + 1, for libraries that multiply by a pivot's reciprocal.
+    It uses n + 2, not the theorem's n + 1, for libraries that multiply by a pivot's reciprocal.
     """
     return gamma_complex(size + 2) / (1 - gamma_complex(size + 2))
 
 
 def positive(matrices: Tensor) -> NDArray[np.bool_]:
-    """Which Hermitian complex128 matrices have a Cholesky factor in floating point.
+    """Test which Hermitian complex128 matrices have a Cholesky factor in floating point.
 
     Args:
         matrices: ``(P, n, n)``, contiguous; overwritten on the CPU.
@@ -86,16 +86,16 @@ class Scaled:
     """A layer's kernel at a scale where squares neither overflow nor underflow in float64.
 
     A float64 kernel is divided by a power of two near its largest entry, and :meth:`finish`
-    undoes it, upwards. Kernels of less precision have room as they are: no square of theirs is
-    below 1e-90 or above 1e77.
+    multiplies by it again, rounding up. Kernels of lower precision are not scaled: no square of
+    theirs is below 1e-90 or above 1e77.
 
     Args:
         conv: The layer.
 
     Attributes:
         kernel: The scaled kernel, in its own precision.
-        zero: Whether all of it is zero, once :meth:`taps` was called; a tensor, so that nothing is
-            read back from a device.
+        zero: Whether the kernel is zero, set by :meth:`taps`; a tensor, so that nothing is read
+            back from a device.
     """
 
     def __init__(self, conv: Convolution):
@@ -121,7 +121,7 @@ class Scaled:
         """The taps of the symbol in float64, ``(groups, rows, columns, *m)``.
 
         A zero kernel is replaced by ones, and :meth:`finish` multiplies its bound by zero: bound
-        and gradient are then exactly zero, and no method has to think of it.
+        and gradient are then exactly zero, and no method has to handle this case.
         """
         self.zero = self._largest() == 0
         coefficients = taps(replace(self.conv, kernel=double(self.kernel)))
@@ -136,10 +136,10 @@ class Scaled:
 
 
 def double(tensor: Tensor) -> Tensor:
-    """To float64, exactly; on a device that has none, by way of the CPU.
+    """Convert to float64 exactly; on a device without float64, on the CPU.
 
     Raises:
-        ValueError: If the processor would take subnormal entries for zeros.
+        ValueError: If the processor flushes subnormal entries to zero.
     """
     if tensor.device.type == "mps":
         tensor = tensor.cpu()
@@ -148,10 +148,10 @@ def double(tensor: Tensor) -> Tensor:
 
 
 def check_subnormals(tensor: Tensor) -> None:
-    """Refuse subnormal entries where the processor would take them for zeros.
+    """Check that the processor does not flush subnormal entries to zero.
 
     Raises:
-        ValueError: Saying how to switch that off.
+        ValueError: If it does. The message says how to switch that off.
     """
     if sys.float_info.min / 2 == 0 and bool(_subnormal(tensor.detach()).any()):
         raise ValueError(
@@ -161,7 +161,7 @@ def check_subnormals(tensor: Tensor) -> None:
 
 
 def _subnormal(tensor: Tensor) -> Tensor:
-    """By their bits: a processor that flushes them finds them equal to zero."""
+    """Find subnormal entries by their bits, because comparisons may flush them to zero."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     least = torch.tensor(torch.finfo(tensor.dtype).tiny, dtype=tensor.dtype).view(kind).item()
     size = tensor.contiguous().view(kind) & torch.iinfo(kind).max
@@ -169,7 +169,7 @@ def _subnormal(tensor: Tensor) -> Tensor:
 
 
 def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a non-negative float64 number, never downwards; zero stays zero. Differentiable."""
+    """Cast a non-negative float64 number, rounding up; zero stays zero. Differentiable."""
     cast = value.to(dtype)
     with torch.no_grad():
         above = torch.nextafter(cast, torch.full_like(cast, math.inf))
@@ -181,7 +181,7 @@ def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
 def normalised(tensor: Tensor) -> tuple[Tensor, float]:
     """The tensor in float64, divided by a power of two near its largest entry, and that power.
 
-    Squares of what is left neither overflow, nor underflow where they count.
+    Squares of its entries do not overflow, and underflow only where they are negligible.
     """
     wide = double(tensor.detach())
     largest = float(wide.abs().amax()) if wide.numel() else 0.0
@@ -193,7 +193,7 @@ def normalised(tensor: Tensor) -> tuple[Tensor, float]:
 
 
 def norms_above(rows: Tensor) -> Tensor:
-    """‖x‖₂ along the last axis, from above, whatever the entries' size; 0 for zeros alone.
+    """Bound ‖x‖₂ along the last axis from above, for entries of any size; 0 only for zeros.
 
     Example:
         >>> norms_above(torch.full((2, 4), 1e-170, dtype=torch.float64)) >= 2e-170
@@ -210,12 +210,12 @@ def norms_above(rows: Tensor) -> Tensor:
 
 
 def norm_above(tensor: Tensor) -> float:
-    """The same over all entries."""
+    """Bound the Euclidean norm of all entries from above."""
     return float(norms_above(tensor.reshape(1, -1))) if tensor.numel() else 0.0
 
 
 def spectral_norm_above(matrices: Tensor) -> Tensor:
-    r"""σ1 of each float64 or complex128 matrix, from above, proved by a Cholesky factorization.
+    r"""Bound σ1 of each float64 or complex128 matrix from above, by a Cholesky factorization.
 
     With A n×N, n ≤ N, and G = AA*: an eigensolver suggests t near λ1(G); if B = tI − G has a
     Cholesky factor in floating point, then B ⪰ −ε·I, so σ1(A)² ≤ t + ε, where ε adds up
@@ -253,7 +253,7 @@ def spectral_norm_above(matrices: Tensor) -> Tensor:
 
 
 def proved_eigenvalue(gram: Tensor, suggestion: Tensor, inner: int) -> Tensor:
-    """λ1 from above for computed Gram matrices of inner length ``inner``, near ``suggestion``."""
+    """Bound λ1 of computed Gram matrices of inner length ``inner`` from above."""
     size = gram.shape[-1]
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)  # ‖A‖_F², up to rounding
     identity = torch.eye(size, dtype=gram.dtype, device=gram.device)

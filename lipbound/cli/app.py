@@ -1,4 +1,4 @@
-"""The application: its commands, and how a command line is run."""
+"""The ``lipbound`` application: its commands and the function that runs a command line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ for command in (audit, train, attack, reproduce, bench):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; usage errors become ``ValueError`` with one line."""
+    """Run one command line and raise usage errors as a one-line ``ValueError``."""
     command = typer.main.get_command(app)
     try:
         return command.main(list(arguments), "lipbound", standalone_mode=False) or 0
     except Exception as error:
-        # Typer brings its own copy of click's exceptions in some versions and click's in others.
+        # Some versions of Typer raise their own copy of click's exceptions, others raise click's.
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is already printed
             return 0
         if hasattr(error, "format_message"):
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _value(error: Exception, arguments: Sequence[str]) -> str:
-    """What was given for the option that an error is about, in quotes."""
+    """Return the quoted value that the user gave for the option that the error names."""
     names = getattr(getattr(error, "param", None), "opts", [])
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -68,4 +68,4 @@ def root(
         typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Options of every command."""
+    """Take the options that come before the command."""

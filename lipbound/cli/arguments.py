@@ -1,4 +1,4 @@
-"""What a command line names, looked up and checked before anything is computed."""
+"""Options shared by the commands, and checks that run before anything is computed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import typer
 
 from lipbound.files import PICKLED, SAFE, check_file
 
-DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
+DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
 FOLDER = Annotated[Path | None, typer.Option(help="Folder that holds the image data.")]
 PLOT = Annotated[Path | None, typer.Option(help="Draw a figure to this .svg or .png file.")]
 
 
 def check_source(source: str) -> None:
-    """Whether a file that is named is there: known before PyTorch is imported to read it."""
+    """Check that a named file exists, before the slow import of PyTorch that reads it."""
     path = Path(source)
     if path.suffix in SAFE | PICKLED:
         check_file(path)
@@ -32,14 +32,14 @@ def check_plot(plot: Path | None) -> None:
 
 
 def check_numbers(**given: float | None) -> None:
-    """Whether options that were given are numbers from 0 on."""
+    """Check that the given options are not negative and not NaN."""
     for name, value in given.items():
         if value is not None and not value >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value:g} must not be negative, nor nan")
+            raise ValueError(f"--{name.replace('_', '-')} {value:g} must be 0 or larger")
 
 
 def check_report(path: Path | None) -> None:
-    """Whether what figures and pages need is there, before anything is computed for them."""
+    """Check that the packages for figures and pages are installed, before the computation."""
     if path is None:
         return
     try:
@@ -47,15 +47,15 @@ def check_report(path: Path | None) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"{str(path)!r} needs an extra ({error}): pip install 'lipbound[report]'"
+            f"writing {str(path)!r} needs an extra ({error}): pip install 'lipbound[report]'"
         ) from None
 
 
-EVERY = 10  # seconds between two lines where there is no terminal to draw a bar on
+EVERY = 10  # seconds between two progress lines if standard error is not a terminal
 
 
 def bar(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """A bar on a terminal's standard error, gone when done; elsewhere a line every 10 seconds."""
+    """Show progress on standard error: a bar on a terminal, else a line every 10 seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -70,7 +70,7 @@ def bar(items: Sequence[Any], what: str) -> Iterable[Any]:
 
 
 def _lines(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """Also while one item takes long: another thread writes them."""
+    """Print progress lines from a second thread, so that they also appear during a long item."""
     start, place, done = time.monotonic(), 0, threading.Event()
 
     def tell() -> None:
@@ -94,5 +94,5 @@ def input_shape_of(text: str) -> tuple[int, ...]:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise ValueError(f"--input {text!r} is no shape; write 3,32,32")
+        raise ValueError(f"--input {text!r} is not a shape; write for example 3,32,32")
     return shape

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def attack(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="Folder of a training run, or its best.safetensors or final one."),
+        typer.Argument(help="Folder of a training run, or one of its .safetensors files."),
     ],
     attacks: Annotated[
         list[str] | None,
@@ -31,25 +31,25 @@ def attack(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data set; by default the one the run was trained on.")
+        str | None, typer.Option(help="Data set. Default: the one of the training run.")
     ] = None,
     folder: FOLDER = None,
-    count: Annotated[int, typer.Option(help="Number of test images; 0 for all.")] = 1000,
+    count: Annotated[int, typer.Option(help="Number of test images (0: all).")] = 1000,
     ball: Annotated[
-        str | None, typer.Option(help="Norm of the perturbation: linf or l2; by default the run's.")
+        str | None, typer.Option(help="Norm of the perturbation: linf or l2. Default: the run's.")
     ] = None,
     radius: Annotated[
-        float | None, typer.Option(help="Largest perturbation; by default the run's.")
+        float | None, typer.Option(help="Largest norm of the perturbation. Default: the run's.")
     ] = None,
     iterations: Annotated[int, typer.Option(help="Number of PGD iterations.")] = 200,
     restarts: Annotated[int, typer.Option(help="Number of PGD restarts.")] = 10,
     step: Annotated[float, typer.Option(help="PGD step size, as a fraction of the radius.")] = 0.2,
     loss: Annotated[
         str,
-        typer.Option(help="PGD loss: cross-entropy, margin, or alternate (changes by restart)."),
+        typer.Option(help="PGD loss: cross-entropy, margin, or alternate (both in turn)."),
     ] = "alternate",
     decay: Annotated[
-        bool, typer.Option("--decay", help="Shrink PGD steps towards the end.")
+        bool, typer.Option("--decay", help="Make the PGD steps smaller towards the end.")
     ] = False,
     l2_radius: Annotated[
         list[float] | None,
@@ -68,25 +68,25 @@ def attack(
     precision: Annotated[
         str,
         typer.Option(
-            help="Precision of the searches: float32, tf32, float16 or bfloat16. Results are "
+            help="Precision of the attacks: float32, tf32, float16 or bfloat16. Results are "
             "always re-checked in float32."
         ),
     ] = "float32",
     compile_: Annotated[
-        bool, typer.Option("--compile", help="Compile the network for the searches.")
+        bool, typer.Option("--compile", help="Run the attacks with torch.compile.")
     ] = False,
-    graphs: Annotated[bool, typer.Option(help="Replay the searches as CUDA graphs.")] = True,
+    graphs: Annotated[bool, typer.Option(help="Use CUDA graphs to run the attacks faster.")] = True,
     device: DEVICE = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Append the record to this file of JSON lines.")
+        Path | None, typer.Option(help="Append the record to this JSON Lines file.")
     ] = None,
     plot: PLOT = None,
 ) -> None:
-    """Measure accuracy under attack, with confidence intervals and signs of a failed attack."""
+    """Measure accuracy under attack, and warn if an attack looks too weak to be trusted."""
     from lipbound.files import check_file, check_writable
 
-    if not checkpoint.is_dir():  # a run's folder stands for its networks
+    if not checkpoint.is_dir():  # a folder means all networks of the run
         check_file(checkpoint)
     check_numbers(count=count, jacobians=jacobians)
     check_plot(plot)
@@ -129,7 +129,7 @@ def _assess(
     paths: list[Trained], images: tuple[Tensor, Tensor], plan: Plan, device: str | None,
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Attack every network; another of the same run lends its adversarial examples."""
+    """Attack every network; each is also tested on adversarial examples of the other one."""
     from lipbound.robust.training.assess import assess
     from lipbound.robust.training.distributed import team
 

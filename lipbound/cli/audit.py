@@ -26,24 +26,24 @@ def audit(
     source: Annotated[
         str,
         typer.Argument(
-            help="What to audit: 'demo', a weights file (.safetensors, .pt), or a model's name: "
-            "resnet20, resnet56, wrn-28-10, torchvision:NAME, timm:NAME."
+            help="What to audit: 'demo', a weights file (.safetensors, .pt), or the name of a "
+            "model: resnet20, resnet56, wrn-28-10, torchvision:NAME, timm:NAME."
         ),
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Architecture of a weights file: package.module:factory, or a name."),
+        typer.Option(help="Architecture of the weights file: a model's name or module:factory."),
     ] = None,
     input_shape: Annotated[
         str | None, typer.Option("--input", help="Shape of one input, for example 3,32,32.")
     ] = None,
     rtol: Annotated[
-        float, typer.Option(help="Relative width at which a layer's interval is narrow enough.")
+        float, typer.Option(help="Relative width of each layer's certified interval.")
     ] = 1e-3,
     effort: Annotated[
         str,
         typer.Option(
-            help="'high' uses two weighted norms per residual block: tighter, and takes minutes."
+            help="normal or high. 'high' gives residual networks a tighter bound and takes minutes."
         ),
     ] = "normal",
     method: Annotated[
@@ -55,33 +55,33 @@ def audit(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write one self-contained HTML page with tables and pictures."),
+        typer.Option(help="Write the audit with pictures to this self-contained HTML file."),
     ] = None,
     fail_above: Annotated[
         float | None,
         typer.Option(
-            help="Exit with code 1 if the network's bound exceeds this number, or if there is no "
-            "bound. Without an architecture the largest kernel counts."
+            help="Exit with code 1 if the network's bound is above this number or infinite. For a "
+            "weights file without --model, the largest bound of a kernel is compared."
         ),
     ] = None,
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Time to search the layers for. Layers that are not done by then keep an upper "
-            "end from a cheaper bound, which is proved too."
+            help="Time limit. Layers that are not finished by then get a looser upper bound, "
+            "which is certified too."
         ),
     ] = None,
     stride: Annotated[
-        int, typer.Option(help="Stride to assume when only a weights file is given.")
+        int, typer.Option(help="Stride to assume for a weights file without --model.")
     ] = 1,
     dilation: Annotated[
-        int, typer.Option(help="Dilation to assume when only a weights file is given.")
+        int, typer.Option(help="Dilation to assume for a weights file without --model.")
     ] = 1,
     groups: Annotated[
-        int, typer.Option(help="Groups to assume when only a weights file is given.")
+        int, typer.Option(help="Groups to assume for a weights file without --model.")
     ] = 1,
 ) -> None:
-    """Certify the gain of every layer, and of the whole network."""
+    """Certify the Lipschitz constant of every layer and of the whole network."""
     check_source(source)
     _check_page(html, source)
     if effort not in EFFORTS:
@@ -91,7 +91,7 @@ def audit(
     from lipbound.report.terminal import audit_json, audit_table, echo
 
     network, shape, name = network_or_weights(source, model)
-    alone = isinstance(network, dict)  # kernels that nothing says are one network
+    alone = isinstance(network, dict)  # kernels without an architecture
     geometry = {"stride": stride, "dilation": dilation, "groups": groups}
     how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
     if alone:
@@ -101,7 +101,7 @@ def audit(
         if set(geometry.values()) != {1}:
             raise ValueError(
                 f"--stride, --dilation and --groups are for a weights file without --model; "
-                f"the layers of {source} have their own"
+                f"leave them out, because the layers of {source} define their own"
             )
         shape = shape if input_shape is None else input_shape_of(input_shape)
         found = _audit_network(network, shape, device, how | {"effort": effort})
@@ -118,17 +118,17 @@ def _check_page(html: Path | None, source: str) -> None:
     from lipbound.files import check_writable
 
     if html is not None and html.exists() and os.path.exists(source) and html.samefile(source):
-        raise ValueError(f"--html {str(html)!r} would overwrite the weights; name another file")
+        raise ValueError(f"--html {str(html)!r} would overwrite the weights; choose another file")
     check_writable(html)
     check_report(html)
 
 
 def _refuse(**given: str | None) -> None:
-    """Options that need an architecture, where there is none."""
+    """Raise an error if an option was given that needs an architecture."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"--{name} {value} needs the network's architecture; name it with --model"
+                f"--{name} {value} needs the network's architecture; give it with --model"
             )
 
 
@@ -153,7 +153,7 @@ def _audit_network(
 
     if device is not None:
         network = network.to(pick_device(device))
-    if shape is not None:  # before minutes are spent on the layers
+    if shape is not None:  # checked first, because the layers can take minutes
         like = next(network.parameters(), torch.zeros(()))
         check_takes(network, like.new_zeros((1, *shape)))
     return audit(network, shape, **how)
@@ -171,7 +171,7 @@ def _judge(worst: float, limit: float | None) -> None:
     """Exit with code 1 if the bound is above the limit."""
     if limit is None or worst <= limit:
         return
-    said = f"{worst:.6g} is above {limit:g}"
+    said = f"the bound {worst:.6g} is above {limit:g}"
     if worst == float("inf"):
         said = f"there is no bound, so --fail-above {limit:g} fails"
     typer.echo(f"lipbound: {said}", err=True)

@@ -1,4 +1,4 @@
-"""Entry point of ``lipbound``: errors are one line and exit code 2, interruption 130, bugs 3."""
+"""Entry point of ``lipbound``. Exit codes: 2 for a user's error, 3 for a bug, 130 for Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def main() -> None:
 
 
 def _main() -> None:
-    version = sys.argv[1:] == ["--version"]  # the core alone can say it
+    version = sys.argv[1:] == ["--version"]  # works without the cli extra
     try:
         if not version:
             import typer  # noqa: F401
     except ImportError:
-        _stop("commands need an extra: pip install 'lipbound[cli]'", 2)
+        _stop("the command line needs an extra: pip install 'lipbound[cli]'", 2)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without arrows gets their names
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode gets escapes
             stream.reconfigure(errors="backslashreplace")
     try:
         if version:
@@ -52,9 +52,9 @@ def _main() -> None:
     except Exception as error:
         from lipbound.runtime import ran_out
 
-        if not ran_out(error):  # an exit code of its own: 1 is what --fail-above says
+        if not ran_out(error):  # code 3, because 1 belongs to --fail-above
             traceback.print_exc()
-            _stop("this is a bug in lipbound; please report it with the lines above", 3)
+            _stop("this is a bug in lipbound; please report it with the traceback above", 3)
         first = str(error).strip().splitlines()[0]
         _stop(f"{first} Use a smaller batch (--set batch=N, --batch N) or --device cpu", 2)
     if code == 130:
@@ -64,10 +64,10 @@ def _main() -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process at once while PyTorch is imported, and is late when it is unloaded.
+    """Make Ctrl-C end the process at once during PyTorch's import, and ignore it at exit.
 
-    That import goes on after an interruption, without what it was about to import. At the end
-    everything is written, and taking PyTorch apart takes a while.
+    PyTorch's import catches an interruption and continues with a part missing. At exit all
+    results are written, but unloading PyTorch takes a while.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -75,11 +75,11 @@ def _interruptible() -> Iterator[None]:
         if torch is None or getattr(torch.__spec__, "_initializing", False):
             try:
                 os.write(2, b"lipbound: interrupted\n")
-            finally:  # whoever reads it may be interrupted too
+            finally:  # also if standard error is closed
                 os._exit(130)
         signal.default_int_handler(number, frame)
 
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # no background job
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not a background job
     if not usual or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -88,8 +88,8 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        atexit.register(gc.freeze)  # a last look for garbage takes most of a second
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last is called first
+        atexit.register(gc.freeze)  # the last garbage collection takes most of a second
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # called first
 
 
 def _stop(message: str, code: int) -> NoReturn:

@@ -1,6 +1,6 @@
-"""From what a user names on the command line to a model, or to weights alone.
+"""Load the model, or the weights without a model, that the command line names.
 
-Only ``--model package.module:factory`` runs code, the user's own, named by the user.
+Only ``--model package.module:factory`` runs code from outside this package: the user's factory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from lipbound.robust.training.trained import load_trained
 
 
 def network_or_weights(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | None, str]:
-    """The model to audit, or its weights alone; its usual input shape, and a title."""
+    """Return the model to audit or only its weights, its usual input shape, and a title."""
     known = digits.network() if source == "demo" else own_model(source)
     if known is not None and model is not None:
-        raise ValueError(
-            f"--model {model} is the architecture of a weights file, not of {source!r}"
-        )
+        raise ValueError(f"--model {model} is for a weights file, not for {source!r}; leave it out")
     if source == "demo":
         return known, digits.INPUT_SHAPE, "the embedded digits CNN"
     if known is not None:
@@ -33,8 +31,8 @@ def network_or_weights(source: str, model: str | None) -> tuple[Any, tuple[int, 
     path = Path(source)
     if path.suffix not in SAFE | PICKLED and not path.exists():
         raise ValueError(
-            f"cannot audit {source!r}: it is no weights file and no model this package knows; "
-            f"try 'demo', a .safetensors or .pt file (its architecture by --model module:factory), "
+            f"cannot audit {source!r}: it is neither a weights file nor a known model; use 'demo', "
+            f"a .safetensors or .pt file (give its architecture with --model module:factory), "
             f"resnet20, torchvision:NAME or timm:NAME"
         )
     if model is None:
@@ -52,7 +50,7 @@ def _usual(name: str) -> tuple[int, ...] | None:
 
 
 def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:
-    """The network ``lipbound train`` wrote to this file, its input shape and a title."""
+    """Return the network that ``lipbound train`` wrote to this file, its input shape, a title."""
     about = checkpoints.about(path) if path.suffix in SAFE and path.is_file() else None
     if about is None or "classes" not in about:
         return None
@@ -62,7 +60,7 @@ def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:
 
 
 def own_model(name: str) -> nn.Module | None:
-    """One of this package's networks, or of torchvision's or timm's; ``None`` if it is no name."""
+    """Return a network of lipbound, torchvision or timm by name; ``None`` for other names."""
     if name in MODELS:
         return MODELS[name]()
     library, _, kind = name.partition(":")
@@ -73,7 +71,7 @@ def own_model(name: str) -> nn.Module | None:
             "torchvision.models" if library == "torchvision" else library
         )
     except Exception as error:
-        raise ValueError(f"{library} does not import here ({error}); install it first") from None
+        raise ValueError(f"cannot import {library} ({error}); install it first") from None
     try:
         if library == "timm":
             return package.create_model(kind, pretrained=False)
@@ -83,11 +81,11 @@ def own_model(name: str) -> nn.Module | None:
 
 
 def factory(path: str) -> nn.Module:
-    """``package.module:factory`` called without arguments; the current folder is importable."""
+    """Import ``package.module:factory``, also from the current folder, and call the factory."""
     module, colon, name = path.partition(":")
     if not colon or not module or not name or module.endswith(".py"):
         like = f"; write {module[:-3]}:{name}" if module.endswith(".py") and name else ""
-        raise ValueError(f"--model {path!r} is not package.module:factory{like}")
+        raise ValueError(f"--model {path!r} is not of the form package.module:factory{like}")
     sys.path.insert(0, str(Path.cwd()))
     try:
         model = getattr(importlib.import_module(module), name)()
@@ -96,12 +94,12 @@ def factory(path: str) -> nn.Module:
     finally:
         sys.path.pop(0)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"--model {path!r} gave a {type(model).__name__}, not an nn.Module")
+        raise ValueError(f"--model {path!r} returned a {type(model).__name__}, not an nn.Module")
     return model
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Load the weights; all of them must fit."""
+    """Load the weights into the model; names and shapes must all match."""
     stripped = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
     try:
         missing, unexpected = model.load_state_dict(stripped, strict=False)
@@ -111,7 +109,7 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
             f"the weights do not fit {type(model).__name__}: {lines[1].strip()}"
         ) from None
     missing = [name for name in missing if not name.endswith("num_batches_tracked")]
-    for kind, names in (("lack", missing), ("have, and the model lacks,", unexpected)):
+    for kind, names in (("lack", missing), ("have, but the model lacks,", unexpected)):
         if names:
             shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
             raise ValueError(

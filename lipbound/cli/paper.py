@@ -21,14 +21,14 @@ def reproduce(
         ),
     ] = None,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Run a small version in seconds, to see that it works.")
+        bool, typer.Option("--tiny", help="Run a small version in seconds, to check that it works.")
     ] = False,
     folder: FOLDER = None,
     tier: Annotated[
         str,
         typer.Option(
             help="Group of trainings of table2: A, O, B, B100, C, or the pilot A0. "
-            "Default: all but the pilot."
+            "Default: all except the pilot."
         ),
     ] = "",
     only: Annotated[
@@ -37,12 +37,12 @@ def reproduce(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Pause trainings after this time; the same command continues them."),
+        typer.Option(help="Pause the trainings after this time. Repeat the command to continue."),
     ] = None,
     device: DEVICE = None,
     out: Annotated[Path, typer.Option(help="Folder for records and figures.")] = Path("reproduced"),
 ) -> None:
-    """Compute a figure or table of the paper anew: record, figure, report."""
+    """Compute a figure or table of the paper again, and write its data, figure and report."""
     check_numbers(minutes=minutes)
     from lipbound.files import check_writable
     from lipbound.paper import reproduce as steps
@@ -70,28 +70,26 @@ def reproduce(
 
 
 def _check(name: str, names: list[str], given: dict[str, Any], tiny: bool) -> None:
-    """Refuse what cannot work, before anything is computed."""
+    """Raise an error for options that cannot work, before anything is computed."""
     from lipbound.paper import reproduce as steps
 
     for each in names:
         if each not in steps.EXPERIMENTS:
-            raise ValueError(f"unknown {each!r}; there are {', '.join(steps.EXPERIMENTS)}, all")
+            raise ValueError(f"unknown {each!r}; choose from {', '.join(steps.EXPERIMENTS)}, all")
     for option in given:
         takers = steps.TAKES[option]
         if not {*takers} & {*names}:
-            raise ValueError(f"{name} takes no --{option}; {', '.join(takers)} do")
+            raise ValueError(f"{name} does not take --{option}; use it with {', '.join(takers)}")
     if tiny and "folder" in given:
-        raise ValueError(
-            f"--tiny trains on scikit-learn's digits; leave out --folder {given['folder']}"
-        )
+        raise ValueError(f"--tiny uses scikit-learn's digits; leave out --folder {given['folder']}")
     if name == "all" and "folder" not in given and not tiny:
-        raise ValueError(f"table2 needs --folder, one with {steps.table2.ON}; --tiny needs none")
+        raise ValueError(f"table2 needs --folder with {steps.table2.ON}; or use --tiny")
 
 
 def bench(
     network: Annotated[
         list[str] | None,
-        typer.Option(help="Network of the paper's table (repeatable; default: all 17)."),
+        typer.Option(help="Network, for example resnet18 (repeatable; default: all 17)."),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option(help="Method to time (repeatable; default: all).")
@@ -100,12 +98,12 @@ def bench(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Append results to this file of JSON lines; networks already in it are skipped."
+            help="Append results to this JSON Lines file. Networks already in it are skipped."
         ),
     ] = None,
     plot: PLOT = None,
 ) -> None:
-    """Time LipBound and its gradient on whole networks, beside other methods."""
+    """Measure the time of LipBound, its gradient and other methods on whole networks."""
     from lipbound.files import append, check_writable, read
     from lipbound.paper.speed import METHODS, NAMES, speed
     from lipbound.report.terminal import speed_table

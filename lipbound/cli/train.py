@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def train(
     out: Annotated[
         Path,
-        typer.Option(help="Folder for the run. With several arms, each gets a folder inside it."),
+        typer.Option(help="Folder for the run. Several arms get one subfolder each."),
     ],
     arm: Annotated[
         list[str] | None,
@@ -43,7 +43,7 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Number of epochs.")] = None,
     penalty: Annotated[
         str | None,
-        typer.Option(help="Penalty: lipbound, polygrid, spectral or power_iteration."),
+        typer.Option(help="Lipschitz penalty: lipbound, polygrid, spectral or power_iteration."),
     ] = None,
     penalty_weight: Annotated[
         float | None, typer.Option(help="Weight of the penalty, λ2 in the paper.")
@@ -56,12 +56,12 @@ def train(
         ),
     ] = False,
     floor: Annotated[
-        float | None, typer.Option(help="The penalty leaves layers below this bound alone.")
+        float | None, typer.Option(help="Do not penalize layers whose bound is below this number.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed for weights, batches and attacks.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Change any other setting, NAME=VALUE (repeatable)."),
+        typer.Option("--set", help="Change another setting: NAME=VALUE (repeatable)."),
     ] = None,
     device: DEVICE = None,
     resume: Annotated[
@@ -71,13 +71,13 @@ def train(
         float | None, typer.Option(help="Save a checkpoint and stop after this many seconds.")
     ] = None,
     save_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints, besides one after every epoch.")
+        int, typer.Option(help="Also save a checkpoint every N steps (0: only after every epoch).")
     ] = 0,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")
+        bool, typer.Option("--tensorboard", help="Also write TensorBoard logs.")
     ] = False,
 ) -> None:
-    """Train a network: adversarially, Lipschitz-regularized, both or neither."""
+    """Train a network with adversarial training, a Lipschitz penalty, both or neither."""
     check_numbers(time_limit=time_limit, save_every=save_every)
     given = {
         "model": model, "data": data, "epochs": epochs, "penalty": penalty, "floor": floor,
@@ -94,7 +94,7 @@ def train(
 def _runs(
     arms: list[str] | None, preset: str, changes: dict[str, Any], texts: list[str]
 ) -> list[Settings]:
-    """The settings of every run; what defines an arm is not changed by an option for several."""
+    """Return every run's settings; with several arms, options do not change what defines one."""
     from lipbound.robust.training.settings import ARMS, parse, settings
 
     changes = changes | dict(parse(text) for text in texts)
@@ -109,7 +109,7 @@ def _runs(
 def _train(
     runs: list[Settings], folder: Path | None, out: Path, tensorboard: bool, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Train one after the other until one is stopped; their summaries."""
+    """Train one run after the other until one is stopped, and return the summaries."""
     from lipbound.report.terminal import TrainingView
     from lipbound.robust.data import data_set
     from lipbound.robust.training.loop import train as train_one
@@ -133,7 +133,7 @@ def _report(summaries: list[dict[str, Any]]) -> None:
     if any(not summary["stopped"] for summary in summaries):
         training_table(summaries)
     if summaries[-1]["stopped"]:
-        said = f"lipbound: {summaries[-1]['stopped']}; run the same command with --resume to go on"
+        said = f"lipbound: {summaries[-1]['stopped']}; repeat the command with --resume to continue"
         typer.echo(said, err=True)
-        # Past typer, which has its own words for an interruption.
+        # Bypass typer, which prints its own message for an interruption.
         raise SystemExit(130 if summaries[-1]["stopped"] == "interrupted" else 0)

@@ -1,10 +1,10 @@
 r"""``constrain(layer)``: keep the true norm of a layer at most a given number while it trains.
 
 The weight becomes :math:`K \cdot \min(1, \mathrm{norm}/\hat\sigma)`. In training
-:math:`\hat\sigma` follows the layer's σ1 by a warm-started iteration on the symbol, one product a
-step, differentiable: an estimate from below, so the norm may exceed the limit by what the
-iteration lags behind. In eval mode, on removal and in an exported graph it is the certified upper
-end of a bracket: the norm then is at most the limit, proved.
+:math:`\hat\sigma` follows the layer's σ1 by a warm-started, differentiable iteration on the symbol
+with one product per step. It is an estimate from below, so the norm may exceed the limit by the
+error of the iteration. In eval mode, on removal and in an exported graph it is the certified upper
+end of a bracket, so the norm is proved to be at most the limit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Constrained(nn.Module):
-    """The parametrization: from a free weight to one whose layer has at most the given norm.
+    """Parametrization that scales a free weight so that the layer has at most the given norm.
 
     Args:
         layer: The convolution or Linear layer.
-        norm: The limit.
-        method: A name in ``BOUNDS``. All but ``'spectral'`` are bounds at every step, and are
-            evaluated at every step.
-        rtol: Relative width of the certified bracket; what the norm may stay below the limit by.
+        norm: Limit on the norm.
+        method: A name in ``BOUNDS``. All except ``'spectral'`` are bounds also in training, where
+            they are evaluated at every step.
+        rtol: Relative width of the certified bracket, by which the norm may be below the limit.
     """
 
     frequency: Tensor
@@ -45,18 +45,18 @@ class Constrained(nn.Module):
         if method not in BOUNDS:
             raise ValueError(f"unknown bound method {method!r}; there are {', '.join(BOUNDS)}")
         if not norm > 0:
-            raise ValueError(f"norm={norm!r} must be positive")
+            raise ValueError(f"norm={norm!r} must be positive, for example 1.0")
         self.norm, self.method, self.rtol = float(norm), method, rtol
         conv = convolution(layer)
         conv = replace(conv, kernel=conv.kernel.detach())
-        # The geometry alone is kept: the weight comes anew at every call.
+        # Only the geometry is kept; the weight is an argument of every call.
         self.conv = replace(conv, kernel=conv.kernel[:0])
-        self._layer = (layer,)  # in a tuple, so that it is no part of this module
+        self._layer = (layer,)  # in a tuple, so that it is not a submodule
         self._made_for = _geometry(layer)
-        # Neither is stored: weights that are loaded are certified anew. The scale is a Python
-        # number, which no change of the module's precision rounds.
+        # Neither is saved: loaded weights are certified again. The scale is a Python number, so
+        # that a change of the module's precision does not round it.
         self.scale = 1.0
-        self._certified: tuple[object, ...] = ()  # what the scale is for, the weight first
+        self._certified: tuple[object, ...] = ()  # what the scale depends on, weight first
         self.register_load_state_dict_post_hook(_loaded)
         if method == "spectral":
             first = taps(replace(conv, kernel=widened(conv.kernel)))
@@ -76,29 +76,29 @@ class Constrained(nn.Module):
             with torch.autocast(weight.device.type, enabled=False):
                 return scaled(weight, (self.norm / self._estimate(weight)).clamp_max(1.0))
         if torch.compiler.is_exporting():
-            pass  # the graph has the number found before
-        elif torch.compiler.is_compiling():  # it looks at values: the graph breaks here
+            pass  # the graph uses the scale found before
+        elif torch.compiler.is_compiling():  # it reads values, so the graph breaks here
             torch.compiler.disable(self._certify)(weight)
         else:
             self._certify(weight)
         return scaled(weight, self.scale)
 
     def train(self, mode: bool = True) -> Constrained:
-        """Leaving training mode certifies, so that a graph exported afterwards holds a number.
+        """Set the mode. Leaving training mode certifies the scale, which an export then uses.
 
-        Weights changed by hand after that are certified at the next call, not by an export.
+        Weights changed by hand after that are certified at the next call, but not by an export.
         """
         super().train(mode)
-        parametrize._cache.pop((id(self._layer[0]), "weight"), None)  # of parametrize.cached()
+        parametrize._cache.pop((id(self._layer[0]), "weight"), None)  # see parametrize.cached()
         if not mode and parametrize.is_parametrized(self._layer[0], "weight"):
             self._certify(self._layer[0].parametrizations["weight"].original)  # type: ignore
         return self
 
     def _check_layer(self) -> None:
-        """Whether the layer still is what the limit was made for.
+        """Check that the layer has not changed since :func:`constrain`.
 
         Raises:
-            ValueError: If its geometry has changed, or its weight is changed once more.
+            ValueError: If its geometry has changed, or its weight has another parametrization.
         """
         layer = self._layer[0]
         for name, value in _geometry(layer).items():
@@ -119,7 +119,7 @@ class Constrained(nn.Module):
                 )
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Any weight may be assigned; it is scaled when it is read."""
+        """Accept any assigned weight; it is scaled when it is read."""
         return weight
 
     def _estimate(self, weight: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ class Constrained(nn.Module):
 
     @torch.no_grad()
     def _certify(self, weight: Tensor) -> None:
-        """Set the scale at which the product, rounded, is proved to keep the limit.
+        """Set a scale for which the rounded product is proved to keep the limit.
 
-        The weight is compared with the one certified before, entry by entry: versions do not tell
-        what fused optimizers and ``.data`` do.
+        The weight is compared entry by entry with the one certified before, because version
+        counters miss changes by fused optimizers and through ``.data``.
         """
         weight = weight.detach()
         terms = (self.scale, self.norm, self.method, self.rtol)
@@ -157,7 +157,7 @@ class Constrained(nn.Module):
             upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
             if upper <= self.norm:
                 break
-            # Rounding must not stop it: weights may be subnormal, and so may the scale.
+            # The scale must always decrease, even if it or the weights are subnormal.
             below = torch.nextafter(scale, torch.zeros_like(scale))
             factor = min(self.norm / upper, 1 - shrink)
             scale = torch.minimum((scale.double() * factor).to(kind), below)
@@ -170,19 +170,19 @@ class Constrained(nn.Module):
 
 
 def scaled(weight: Tensor, scale: Tensor | float) -> Tensor:
-    """The product in float32 at least, in the weight's own precision."""
+    """Multiply in float32 at least; return the product in the weight's precision."""
     wide = widened(weight)
     factor = scale.to(wide.dtype) if isinstance(scale, Tensor) else scale
     return (wide * factor).to(weight.dtype)
 
 
 def _kind(layer: nn.Module) -> str:
-    """Its class, as it was before torch made a parametrized one of it."""
+    """Name of the layer's class before parametrization."""
     return type(layer).__name__.removeprefix("Parametrized")
 
 
 def _geometry(layer: nn.Module) -> dict[str, object]:
-    """What the layer's forward does with its weight, but for the weight."""
+    """Attributes besides the weight that the layer's forward uses."""
     names = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding",
              "_reversed_padding_repeated_twice")  # fmt: skip
     found = {name: getattr(layer, name, None) for name in names}
@@ -190,28 +190,28 @@ def _geometry(layer: nn.Module) -> dict[str, object]:
 
 
 def _loaded(module: Constrained, incompatible: object) -> None:
-    """After ``load_state_dict``: the weight came first, with the list this belongs to."""
+    """Certify again after ``load_state_dict``, which loads the weight before this module."""
     module.train(module.training)
 
 
 def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: float = 1e-3) -> M:
-    r"""Keep the norm of a layer, or of every convolution and Linear layer of a model, at most so.
+    r"""Limit the norm of a layer, or of every convolution and Linear layer of a model.
 
-    Strides, groups, dilation and transposition count: it is the layer's norm, for every input
-    size, that is limited, not that of its weight as a matrix.
+    This limits the norm of the layer for every input size, with its stride, groups, dilation and
+    transposition, not the norm of its weight as a matrix.
 
     Args:
         module: ``nn.Conv*d``, ``nn.ConvTranspose*d``, ``nn.Linear``, or a model with some.
-        norm: The limit.
-        method: What measures the layer, a name in ``BOUNDS``.
+        norm: Limit on the norm.
+        method: Method that measures the layer, a name in ``BOUNDS``.
         rtol: Relative width of the bracket that certifies in eval mode.
 
     Returns:
         The same module. Undo it with :func:`unconstrain`, which leaves certified weights.
 
     Raises:
-        ValueError: If there is no such layer, or one is constrained already.
-        TypeError: If a layer has a forward of its own, which need not use its weight as it is.
+        ValueError: If there is no such layer, or a weight already has a parametrization.
+        TypeError: If a layer overrides ``forward``, so that it may not use its weight unchanged.
 
     Example:
         >>> layer = constrain(nn.Conv2d(3, 8, 3, stride=2)).eval()
@@ -229,7 +229,7 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
                 f"torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
             )
     for name, layer in found.items():
-        named(name, layer)  # or refuse all before the first is changed
+        named(name, layer)  # check all layers before the first one is changed
     for layer in found.values():
         constraint = Constrained(layer, norm, method, rtol)
         parametrize.register_parametrization(layer, "weight", constraint.train(layer.training))
@@ -237,7 +237,7 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
 
 
 def unconstrain(module: M) -> M:
-    """Undo :func:`constrain`: plain weights again, at most the limit, certified.
+    """Undo :func:`constrain`; the plain weights left are certified to keep the limit.
 
     Example:
         >>> layer = unconstrain(constrain(nn.Conv2d(3, 8, 3), 0.5))

@@ -1,4 +1,4 @@
-"""``audit(model)``: every layer's interval, and a bound on the whole network over its graph."""
+"""Audit a model: certify an interval for every layer and a bound for the whole network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lipbound.network.layers import layer_reports, product
 from lipbound.network.rules import RULES, Options
 from lipbound.runtime import Progress, first_line, silent, time_is_up, within
 
-ALONE = "layers only: "  # how the reason begins where there is no graph to bound
+ALONE = "layers only: "  # begins the reason if there is no graph to bound
 
 
 def audit(
@@ -37,25 +37,25 @@ def audit(
     minutes: float | None = None,
     progress: Progress = silent,
 ) -> Audit:
-    """Certify a network: every layer, and the whole by its graph.
+    """Certify the Lipschitz constant of every layer and of the whole network.
 
-    The graph is what ``torch.export`` captures in eval mode; BatchNorm is folded into the
-    convolution before it, branches that are linear in the same value are added before they are
-    bounded. Operations without a global constant make the bound infinite, and are named.
+    ``torch.export`` captures the network's graph in eval mode. BatchNorm is folded into the
+    convolution before it, and branches that are linear in the same value are added before they
+    are bounded. An operation without a global constant makes the bound infinite and is named.
 
     Args:
-        model: The network; its mode is restored.
-        input_shape: Of one input, ``(channels, *spatial)``. Without it only the layers are read.
-        rtol: Relative width of the layers' brackets.
-        inputs: A batch at which to look for large Jacobian norms; random ones without it.
-        effort: ``'high'`` bounds chains of residual blocks by two weighted norms each
-            (:mod:`lipbound.network.blocks`): minutes, and orders of magnitude.
-        method: A name in ``BOUNDS``: what bounds each convolution.
-        search: How many inputs to look at for the lower bound; 0 for none.
-        seed: Of the random inputs.
-        minutes: Time to search the layers for; those that are not done by then keep an upper end
-            from a cheaper bound. Everything that is returned is proved all the same.
-        progress: Shows how far it is, see :class:`lipbound.runtime.Progress`.
+        model: The network; its training mode is restored afterwards.
+        input_shape: Shape ``(channels, *spatial)`` of one input. Default: bound only the layers.
+        rtol: Relative width of the layers' certified intervals.
+        inputs: Batch at which to search for large Jacobian norms. Default: random inputs.
+        effort: ``'high'`` bounds each residual block of a chain by two weighted norms
+            (:mod:`lipbound.network.blocks`), which takes minutes and can gain orders of magnitude.
+        method: Name in ``BOUNDS`` of the bound to use for each convolution.
+        search: Number of inputs at which to search for the lower bound; 0 for no search.
+        seed: Seed of the random inputs.
+        minutes: Time limit. Layers that are not finished by then get an upper bound from a cheaper
+            method. All returned bounds are still certified.
+        progress: Shows the progress, see :class:`lipbound.runtime.Progress`.
 
     Returns:
         The audit; ``upper`` holds for the real-arithmetic network in eval mode, for every input.
@@ -66,11 +66,11 @@ def audit(
         True
     """
     if effort not in ("normal", "high"):
-        raise ValueError(f"effort={effort!r} is not 'normal' or 'high'")
+        raise ValueError(f"effort={effort!r} is not one of 'normal', 'high'")
     if effort == "high" and method != "spectral":
-        raise ValueError(f"effort='high' brackets its own factors; leave out method={method!r}")
+        raise ValueError(f"effort='high' needs method='spectral'; leave out method={method!r}")
     if isinstance(input_shape, int | str):
-        raise ValueError(f"input_shape={input_shape!r} is no shape; pass (3, 32, 32) say")
+        raise ValueError(f"input_shape={input_shape!r} is not a shape; pass for example (3, 8, 8)")
     options = Options(rtol, effort, method)
     with in_eval(model), within(minutes):
         inputs = _inputs(model, input_shape, inputs, max(1, search), seed)
@@ -79,9 +79,9 @@ def audit(
         note = joined(_cut_short(layers, minutes), _left_out(model))
         found = Audit(layers, math.inf, 0.0, "", (), product(layers), shape, note=note)
         if inputs is None:
-            reason = "no input shape was given, so only the layers were read"
+            reason = "no input shape was given, so only the layers are bounded"
             return replace(found, reason=reason)
-        check_takes(model, inputs[:1])  # after the layers: what is wrong with one is named
+        check_takes(model, inputs[:1])  # after the layers, whose errors are clearer
         found = _with_upper(model, inputs, options, found, progress)
         if not search or time_is_up() or found.reason.startswith(ALONE):
             return found
@@ -91,7 +91,7 @@ def audit(
 def _inputs(
     model: nn.Module, shape: Sequence[int] | None, given: Tensor | None, count: int, seed: int
 ) -> Tensor | None:
-    """The given inputs, or random ones, as the model's own weights are; a copy."""
+    """Copy the given inputs, or draw random ones, with the device and type of the weights."""
     if given is None and shape is None:
         return None
     if given is None:
@@ -105,7 +105,7 @@ def _inputs(
 def _with_upper(
     model: nn.Module, inputs: Tensor, options: Options, alone: Audit, progress: Progress
 ) -> Audit:
-    """The bound over the captured graph, if that is what the network does when it runs."""
+    """Add the bound of the captured graph, if the graph does what the network does."""
     try:
         graph = capture(model, (inputs[:1],))
     except NotCaptured as error:
@@ -127,7 +127,7 @@ def _with_upper(
 
 
 def _with_lower(model: nn.Module, inputs: Tensor, found: Audit) -> Audit:
-    """The largest Jacobian norm found; one above the bound takes the bound away."""
+    """Add the largest Jacobian norm found; a norm above the bound invalidates the bound."""
     try:
         lower = jacobian_norm(model, inputs)
     except (NotImplementedError, RuntimeError) as error:
@@ -136,8 +136,8 @@ def _with_lower(model: nn.Module, inputs: Tensor, found: Audit) -> Audit:
         if exceeds(lower, found.upper, inputs.dtype):
             why = (
                 f"{ALONE}a Jacobian of norm {lower:.6g} was found, above the bound "
-                f"{found.upper:.6g} of what was captured, so one of the two is not this "
-                f"network's. If its backward is not that of its forward, pass search=0"
+                f"{found.upper:.6g} of the captured graph, so the graph or the Jacobian is wrong. "
+                f"If the backward is not the derivative of the forward, pass search=0"
             )
             return Audit(
                 found.layers, math.inf, lower, why, (), found.product, found.input_shape,
@@ -145,21 +145,21 @@ def _with_lower(model: nn.Module, inputs: Tensor, found: Audit) -> Audit:
             )  # fmt: skip
         if math.isfinite(lower):
             return replace(found, lower=lower)
-        why = f"its norm left the range of {inputs.dtype}"
+        why = f"its norm is outside the range of {inputs.dtype}"
     said = f"no lower bound: the Jacobian could not be computed ({why})"
     return replace(found, note=joined(found.note, said))
 
 
 def _left_out(model: nn.Module) -> str:
-    """Layers whose forward is their own, so that their weight says nothing of it."""
+    """Name the layers with a forward of their own, whose weight need not be their kernel."""
     apart = [name for name, m in model.named_modules() if own_forward(m)]
-    said = f"not among the layers, for their forward is their own: {', '.join(apart)}"
+    said = f"not listed, because they override forward: {', '.join(apart)}"
     return said if apart else ""
 
 
 @torch.no_grad()
 def unfaithful(graph: Graph, model: nn.Module, inputs: Tensor) -> str:
-    """How the network that runs is not what was captured of it; empty if it is."""
+    """Describe how the network differs from its captured graph; empty if it does not."""
     assert graph.captured is not None
     assert graph.analysed is not None
     try:
@@ -167,7 +167,7 @@ def unfaithful(graph: Graph, model: nn.Module, inputs: Tensor) -> str:
     except Exception as error:
         said = f"the two could not be compared ({first_line(error)})"
     return (
-        f"{type(model).__name__} does something else when it runs than when torch.export captures "
+        f"{type(model).__name__} behaves differently when it runs than when torch.export captures "
         f"it: {said}"
         if said
         else ""
@@ -184,56 +184,56 @@ def audit_weights(
     progress: Progress = silent,
     **geometry: int,
 ) -> Audit:
-    """Weights without an architecture: every tensor of three to five axes is read as a kernel.
+    """Audit weights without an architecture: each tensor of three to five axes is a kernel.
 
     Args:
         weights: Tensors by name.
-        rtol: Relative width of the brackets.
-        method: A name in ``BOUNDS``: what bounds each kernel.
-        minutes: Time to search the kernels for, see :func:`audit`.
-        progress: Shows how far it is, see :class:`lipbound.runtime.Progress`.
-        geometry: ``stride``, ``dilation``, ``groups`` of all of them.
+        rtol: Relative width of the certified intervals.
+        method: Name in ``BOUNDS`` of the bound to use for each kernel.
+        minutes: Time limit, see :func:`audit`.
+        progress: Shows the progress, see :class:`lipbound.runtime.Progress`.
+        geometry: ``stride``, ``dilation`` and ``groups`` to assume for all kernels.
 
     Raises:
-        ValueError: If there is no kernel among them, or one is not finite, by name.
+        ValueError: If there is no kernel, or if a kernel is not finite; the message names it.
     """
     like = {k: t for k, t in weights.items() if t.is_nested or 3 <= t.ndim <= 5}
     numbers = {k: t for k, t in like.items() if t.is_floating_point()}
     kernels = {name: named(name, tensor, **geometry) for name, tensor in numbers.items()}
     left_out = {
-        "no real floating-point numbers": [
+        "not real floating-point numbers": [
             f"{k} ({t.dtype})" for k, t in like.items() if k not in kernels
         ],
-        "matrices, Linear layers only where an architecture says so": [
+        "matrices, which need an architecture": [
             k for k, t in weights.items() if not t.is_nested and t.ndim == 2
         ],
-        "BatchNorm, which scales its input": [
+        "BatchNorm layers, which need an architecture": [
             k.removesuffix("running_var").rstrip(".") for k in weights if k.endswith("running_var")
         ],
     }
     note = "; ".join(
-        f"{len(names)} left out, {why}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        f"{len(names)} left out ({why}): {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         for why, names in left_out.items()
         if names
     )
     if not kernels:
         raise ValueError(
-            f"none of the {len(weights)} tensors is a kernel of three to five axes"
+            f"none of the {len(weights)} tensors is a kernel, which has three to five axes"
             + (f"; {note}" if note else "")
         )
     with within(minutes):
         layers = layer_reports(kernels, Options(rtol, method=method), progress)
         note = joined(_cut_short(layers, minutes), note)
-    reason = "weights alone: without the architecture there is no network to bound"
+    reason = "the weights come without an architecture, so there is no network to bound"
     return Audit(layers, math.inf, 0.0, reason, (), product(layers), None, note=note)
 
 
 def _cut_short(layers: Sequence[LayerReport], minutes: float | None) -> str:
-    """How many layers were not searched to the end, if the time is up."""
+    """Say how many layers were not finished, if the time is up."""
     if not time_is_up():
         return ""
     count = sum(r.bracket.lower == 0 < r.bracket.upper for r in layers)
     return (
         f"the search stopped after {minutes:g} minutes: {count} of {len(layers)} layers have an "
-        f"upper end from a cheaper bound, which is proved too, and no lower end"
+        f"upper bound from a cheaper method, which is certified too, and no lower bound"
     )

@@ -1,4 +1,4 @@
-r"""A tighter bound for chains of residual blocks, by two weighted norms per block.
+r"""A tighter bound for chains of residual blocks, from two weighted norms per block.
 
 A block x ↦ Sx + W₂φ(W₁x) with slopes of φ in [0, 1] moves differences by S + W₂DW₁ with D
 diagonal, 0 ≤ D ≤ 1. (Zero padding is a D that vanishes outside the image: on the infinite grid
@@ -9,10 +9,10 @@ diagonal Q, Λ and P_i, P_o on the channels,
     \tfrac12P_oW_2\Lambda^{-1}\end{pmatrix} \begin{pmatrix} I & \\ & N \end{pmatrix}
     \begin{pmatrix} Q \\ \Lambda W_1 \end{pmatrix} P_i^{-1},
 
-so its norm is at most that of the left factor times that of the right one: two symbols. A ReLU
-after the sum commutes with the weights, so P_o of one block is P_i of the next and the chain's
-bound is the product. Any weights are sound; they are chosen by gradient descent on an estimate,
-and the symbols then bracketed.
+so its norm is at most the norm of the left factor times the norm of the right one. Both have
+symbols. A ReLU after the sum commutes with the weights, so P_o of one block is P_i of the next and
+the chain's bound is the product. Any weights give a valid bound: gradient descent on an estimate
+chooses them, and then the norms of the symbols are bracketed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PASSES = ("aten.view", "aten.reshape", "aten.flatten", "aten.adaptive_avg_pool2d
 
 @dataclass(frozen=True)
 class Laurent:
-    """A matrix-valued trigonometric polynomial: taps and the place of the first."""
+    """A matrix-valued trigonometric polynomial: its taps and the position of the first one."""
 
     taps: Tensor  # (rows, columns, *m), float64
     first: tuple[int, ...]
@@ -59,7 +59,7 @@ class Laurent:
         return Laurent(result, first)
 
     def placed(self, first: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Its taps in a larger frame."""
+        """Return the taps inside a larger array of zeros."""
         result = self.taps.new_zeros(*self.taps.shape[:2], *sizes)
         where = tuple(
             slice(a - b, a - b + n)
@@ -70,7 +70,7 @@ class Laurent:
 
 
 def together(*parts: Laurent) -> list[Tensor]:
-    """Taps of several polynomials in one frame."""
+    """Return the taps of several polynomials as arrays of the same size and position."""
     dims = range(len(parts[0].first))
     first = [min(p.first[d] for p in parts) for d in dims]
     last = [max(p.first[d] + p.taps.shape[2 + d] for p in parts) for d in dims]
@@ -88,18 +88,18 @@ class Block:
     phases: int
 
     def middle(self) -> Tensor:
-        """S + ½W₂W₁ and W₂, side by side: ``(out, in·phases + mid, *m)``."""
+        """Return S + ½W₂W₁ and ½W₂ side by side, ``(out, in·phases + mid, *m)``."""
         product = self.two @ self.one
         s, p, w = together(self.shortcut, product, self.two)
         return torch.cat([s + p / 2, w / 2], 1)
 
     def sizes(self) -> Tensor:
-        """The same with absolute values: what the rounding of :meth:`middle` is relative to."""
+        """Return :meth:`middle` of the absolute values, to which its rounding is relative."""
         s, one, two = (Laurent(x.taps.abs(), x.first) for x in (self.shortcut, self.one, self.two))
         return Block(s, one, two, self.phases).middle()
 
     def right(self) -> Tensor:
-        """I over W₁: ``(in·phases + mid, in·phases, *m)``."""
+        """Return I stacked on W₁, ``(in·phases + mid, in·phases, *m)``."""
         columns = self.one.taps.shape[1]
         eye = torch.eye(columns, dtype=torch.float64, device=self.one.taps.device)
         identity = Laurent(
@@ -110,12 +110,12 @@ class Block:
 
 @dataclass
 class Chain:
-    """A network that is a convolution, ReLU, blocks, pooling and a Linear layer.
+    """A network that consists of a convolution, ReLU, blocks, pooling and a Linear layer.
 
     Attributes:
-        start: Bound on what the first convolution reads.
-        first: Its kernel's taps, stride split.
-        blocks: In order.
+        start: Lipschitz bound of the map from the network's input to the first convolution's.
+        first: Taps of the first convolution's kernel, with its stride split into phases.
+        blocks: The residual blocks in order.
         pool: Gain from the last block's output to the Linear layer's input.
         head: The Linear layer's matrix.
     """
@@ -128,7 +128,7 @@ class Chain:
 
 
 def find_chain(output: Value) -> Chain | None:
-    """The chain that ends in this value, if the whole network is one."""
+    """Return the chain that ends in this value, or ``None`` if the network is not a chain."""
     last = output.linear
     if last is None or last.conv.dims != 0:
         return None
@@ -161,12 +161,12 @@ def find_chain(output: Value) -> Chain | None:
 
 
 def _keeps_channels(step: Step) -> bool:
-    """Whether the step averages each channel over all pixels, or only reshapes what is left.
+    """Tell whether the step averages each channel over all pixels or only reshapes the averages.
 
-    As many numbers as channels are not the channels: the weights must meet their own columns.
+    An equal count of numbers is not enough: each weight must meet the column of its channel.
     """
     before = step.inputs()[0].shape
-    if len(before) < 2 or before[0] != 1:  # without a batch axis
+    if len(before) < 2 or before[0] != 1:  # there is no batch axis
         return False
     if step.call.op == "aten.mean":
         axes = {int(d) % len(before) for d in step.arguments.get("dim") or ()}
@@ -208,7 +208,7 @@ def _block(value: Value) -> tuple[Block, Value] | None:
 
 
 def _polynomial(linear: Linear) -> Laurent | None:
-    """The operator with its stride split into phases, tap h at h − padding."""
+    """Return the operator with its stride split into phases and tap h at h − padding."""
     conv = linear.conv
     if conv.padding_mode != "zeros" or conv.transposed or conv.groups != 1 or conv.dims == 0:
         return None
@@ -220,7 +220,7 @@ def _polynomial(linear: Linear) -> Laurent | None:
 
 
 def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
-    """Tap at t·k + r → place k, column block r (row by row over the axes)."""
+    """Move the tap at t·k + r to position k in column block r (row by row over the axes)."""
     low = [a // t for a, t in zip(whole.first, stride, strict=True)]
     high = [
         (a + n - 1) // t for a, n, t in zip(whole.first, whole.taps.shape[2:], stride, strict=True)
@@ -243,7 +243,7 @@ def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
 def _shortcut(
     skip: Any, source: Value, stride: Sequence[int], device: torch.device
 ) -> Laurent | None:
-    """What joins the branch: the source itself, a convolution of it, or every t-th pixel padded."""
+    """Return the shortcut: the source, a convolution of it, or every t-th pixel with padding."""
     zero = tuple(0 for _ in stride)
     ones = [1] * len(stride)
     if skip.linear is not None and skip.linear.anchor is source:
@@ -278,7 +278,7 @@ def _shortcut(
 
 
 class Weights:
-    """Positive weights of a chain, as logarithms, and the factors they make."""
+    """Positive weights of a chain, stored as logarithms, and the resulting factors."""
 
     def __init__(self, chain: Chain):
         self.chain = chain
@@ -293,7 +293,7 @@ class Weights:
         return torch.zeros(count, dtype=torch.float64, device=device, requires_grad=True)
 
     def factors(self) -> list[Tensor]:
-        """Kernels whose norms multiply to the bound: first, two per block, head."""
+        """Return the kernels whose norms multiply to the bound: first, two per block, head."""
         chain = self.chain
         tail = [1] * (chain.first.ndim - 2)
         kernels = [self.sides[0].exp().reshape(-1, 1, *tail) * chain.first]
@@ -311,14 +311,14 @@ class Weights:
 def optimised(
     chain: Chain, steps: int = 240, samples: int = 7, progress: Progress = silent
 ) -> Weights:
-    """Weights that make the product small: Adam on a smooth estimate of the factors' norms."""
+    """Minimize a smooth estimate of the product of the factors' norms over the weights by Adam."""
     weights = Weights(chain)
     parameters = [*weights.sides, *weights.inner]
     optimizer = torch.optim.Adam(parameters, 0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 0.002)
     for step in progress(range(steps), "weights"):
         powers = 3 if step < steps // 3 else 5 if step < 2 * steps // 3 else 7
-        if time_is_up():  # any weights are sound
+        if time_is_up():  # any weights give a valid bound
             break
         optimizer.zero_grad()
         loss = torch.stack([_estimate(k, samples, powers) for k in weights.factors()]).sum()
@@ -329,9 +329,9 @@ def optimised(
 
 
 def _estimate(kernel: Tensor, samples: int, powers: int) -> Tensor:
-    """log of the symbol's Schatten norm of order 2^(powers + 1) over a grid: about log sup σ1.
+    """Estimate log sup σ1 by the symbol's Schatten norm of order 2^(powers + 1) over a grid.
 
-    In float32, which is enough for a search: what it finds is proved in float64.
+    float32 is enough here, because the resulting bound is proved in float64.
     """
     sizes = kernel.shape[2:]
     counts = tuple(1 if m == 1 else samples for m in sizes)
@@ -348,14 +348,14 @@ def _diagonals(matrices: Tensor) -> Tensor:
 
 
 def _positive(number: Tensor) -> Tensor:
-    """Itself, or 1 for the zero of a layer that is zero."""
+    """Replace 0 by 1: a layer can be zero."""
     return number.where(number > 0, 1)
 
 
 class LogSchatten(torch.autograd.Function):
     """log Σ tr(G^q) / q with q = 2^powers, over Hermitian G ≥ 0, by squaring.
 
-    Powers of G commute, so the gradient takes one product where each squaring took one.
+    Powers of G commute, so the gradient needs one matrix product per squaring.
     """
 
     @staticmethod
@@ -388,10 +388,10 @@ class LogSchatten(torch.autograd.Function):
 def certified(
     chain: Chain, weights: Weights, rtol: float, progress: Progress = silent
 ) -> tuple[float, Tensor]:
-    """A bound up to the Linear layer in the last weights' norm, and that layer's matrix there.
+    """Bound the chain up to the Linear layer in the last weighted norm; return its matrix too.
 
-    Sound for any weights. The kernels are sums of a few hundred products in float64; what that
-    rounds is bounded by their absolute values' Frobenius norm.
+    The bound is valid for any weights. The kernels are sums of a few hundred products in float64;
+    the Frobenius norm of the absolute values bounds their rounding errors.
     """
     *kernels, head = weights.factors()
     named: dict[str, Layer] = {str(i): kernel for i, kernel in enumerate(kernels)}
@@ -399,7 +399,7 @@ def certified(
     total = up(chain.start * chain.pool)
     for index, kernel in enumerate(kernels):
         size = kernel
-        if index % 2 == 1:  # a left factor: cancellation may have hidden larger terms
+        if index % 2 == 1:  # a left factor: its terms may be larger than their sum
             block = index // 2
             tail = [1] * (kernel.ndim - 2)
             out = weights.sides[block + 1].exp().reshape(-1, 1, *tail)

@@ -1,23 +1,24 @@
 """Check that a captured program does what the network does when it runs.
 
-``torch.export`` runs the network once, on tensors without values. A forward can notice that, and
-do something else: it may ask ``torch.compiler.is_exporting()``, look at the tensor's type or at the
-gradient mode, or try to read a value and catch the error. So nothing is believed of a captured
-program until it was held against the network itself, in three ways:
+``torch.export`` runs the network once, on tensors without values. A forward can notice this and
+behave differently: it can call ``torch.compiler.is_exporting()``, look at the tensor's type or at
+the gradient mode, or try to read a value and catch the error. Therefore a captured program is
+compared with the network itself, in three ways:
 
-* *Operation by operation.* Both run on the same input while every operation that PyTorch's
-  dispatcher sees is recorded. Those that the outputs depend on must be the same, in the same
-  order, on the same earlier results, with the same numbers and the same constant tensors.
-* *By their values*, on several inputs, with and without gradients.
-* *By what stays.* The same input gives the same answer again, and leaves parameters, buffers and
-  plain attributes of all modules as they were.
+* *Operations.* Both run on the same input while every operation that PyTorch's dispatcher sees is
+  recorded. The operations that the outputs depend on must be the same, in the same order, on the
+  same earlier results, with the same numbers and the same constant tensors.
+* *Values.* Both must give the same results on several inputs, with and without gradients.
+* *State.* The same input must give the same answer again, and must leave parameters, buffers and
+  plain attributes of all modules unchanged.
 
-A network that reads a value which depends on its input (``bool``, ``item``, ``numpy``) is refused
-whatever it does with it: one captured program cannot be all of its branches. So is one that runs an
-operation whose result it does not use and that may fail for some inputs: a failure can be caught.
+A network that reads a value which depends on its input (``bool``, ``item``, ``numpy``) is always
+refused, because one captured program cannot contain all of its branches. A network is also refused
+if it runs an operation that may fail for some inputs and ignores the result: it could catch the
+failure and branch.
 
-What is not seen: reads that are hidden on purpose (in another thread, through ctypes), and networks
-that behave well until later (a counter in a global variable, the clock).
+The check cannot see reads that are hidden on purpose (in another thread, through ctypes), or
+networks that change later (by a counter in a global variable, or by the clock).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from lipbound.network.recorder import Run, Trace, View, record
 from lipbound.runtime import first_line
 
-COMPARED = {  # no part of a bound, and no value that they fail for
+COMPARED = {  # operations without a rule that do not fail for any value
     f"aten.{name}" for name in (
         "all", "any", "argmax", "argmin", "empty_like", "eq", "exp", "ge", "gt", "isfinite",
         "isinf", "isnan", "le", "log", "logical_not", "lt", "ne", "new_empty", "pow", "sqrt",
@@ -53,18 +54,18 @@ SCALES = (1.0, -1.0, 30.0, 0.01, 0.0)
 def difference(
     model: nn.Module, captured: Run, analysed: Run, inputs: Tensor, known: Callable[[str], bool]
 ) -> str:
-    """How the network that runs differs from what was captured of it; empty if it does not.
+    """Describe how the network differs from the captured program; empty if it does not.
 
     Args:
         model: The network, in eval mode.
         captured: The program as it was captured, operation by operation.
-        analysed: The program that the bound is of: the same with writing in place taken out.
-        inputs: A few inputs.
-        known: Whether an operation is known, ``'aten.relu'``: then it fails for no value.
+        analysed: The program that is bounded: the captured one without in-place operations.
+        inputs: A batch of a few inputs.
+        known: Tells whether an operation such as ``'aten.relu'`` has a rule and so never fails.
     """
     one = inputs[:1]
     with torch.no_grad():
-        first = outputs(model, one)  # lazy parts and caches are made here
+        first = outputs(model, one)  # creates lazy parts and caches
         state = fingerprint(model)
     for mode, context in MODES.items():
         with _ordinary_attention(), context():
@@ -72,12 +73,12 @@ def difference(
             try:
                 ran = record(model, given)
             except Exception as error:
-                if _fails(model, given):  # it is not run this way
+                if _fails(model, given):  # the network does not support this mode
                     continue
                 said = f"{mode} it fails while its operations are recorded: {first_line(error)}"
                 return said.strip()
             said = _other_operations(ran, record(captured, given))
-            if said and not ran.read:  # its forward may switch to inference mode by itself
+            if said and not ran.read:  # the forward may switch to inference mode itself
                 with torch.inference_mode():
                     same = not _other_operations(ran, record(captured, one))
                 said = "" if same else said
@@ -94,21 +95,21 @@ def difference(
     with torch.no_grad():
         again = outputs(model, one)
         if _other_values(first, again):
-            return "it answers the same input twice in two ways"
+            return "it gives different answers to the same input"
         changed = [name for name, value in fingerprint(model).items() if state.get(name) != value]
     if changed:
-        return f"it changes its {changed[0]!r}; let it do that in training mode only"
+        return f"it changes its {changed[0]!r}; change it in training mode only"
     return ""
 
 
 def outputs(model: Run, inputs: Tensor) -> list[Tensor]:
-    """What a network says of a batch: its floating-point results."""
-    leaves = tree_leaves(model(inputs.clone()))  # the network may write to what it gets
+    """Return the floating-point results of a network for a batch."""
+    leaves = tree_leaves(model(inputs.clone()))  # the network may write to its input
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _fails(model: Run, inputs: Tensor) -> bool:
-    """Whether it cannot be run at all: an operation has no derivative, say."""
+    """Tell whether the network fails, for example because an operation has no derivative."""
     try:
         outputs(model, inputs)
     except Exception:
@@ -117,18 +118,18 @@ def _fails(model: Run, inputs: Tensor) -> bool:
 
 
 def _unused(network: Trace, known: Callable[[str], bool]) -> str:
-    """An operation without use, that may fail for other inputs; to catch that is to branch."""
+    """Name an unused operation that may fail for other inputs: the network could catch that."""
     live = set(network.live())
     for place, operation in enumerate(network.operations):
         packet = ".".join(operation.name.split(".")[:2])
         safe = known(packet) or known(packet.rstrip("_")) or packet in COMPARED
         if place not in live and (operation.fails or not safe):
-            return f"it runs {operation.name} and does not use the result, which may fail"
+            return f"it runs {operation.name}, which may fail, and does not use the result"
     return ""
 
 
 def _placed(view: View, ranks: dict[int, int]) -> View:
-    """With the number of who made it among the operations that count."""
+    """Number the operation that made the tensor among those that an output depends on."""
     return (ranks.get(view[0], view[0]), *view[1:])
 
 
@@ -148,10 +149,10 @@ def _other_operations(network: Trace, captured: Trace) -> str:
 
     for place, (mine, yours) in enumerate(zip(theirs, ours, strict=False)):
         if mine.name != yours.name:
-            return f"it runs {mine.name} as operation {place + 1}, where {yours.name} was captured"
+            return f"operation {place + 1} is {mine.name}, but {yours.name} was captured"
         if not _same_numbers(mine.numbers, yours.numbers):
             return (
-                f"it runs {mine.name} (operation {place + 1}) with {_shown(mine.numbers)}, where "
+                f"it runs {mine.name} (operation {place + 1}) with {_shown(mine.numbers)}, but "
                 f"{_shown(yours.numbers)} was captured"
             )
         if not _same_tensors(mine.constants, yours.constants):
@@ -180,26 +181,26 @@ def _same_tensors(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
             return False
         if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
             continue
-        if not torch.equal(one, other) and _bits(one) != _bits(other):  # which knows NaNs too
+        if not torch.equal(one, other) and _bits(one) != _bits(other):  # equal bits: NaN too
             return False
     return True
 
 
 def _other_values(ones: Sequence[Tensor], others: Sequence[Tensor]) -> str:
     if len(ones) != len(others):
-        return f"it gives {len(ones)} results, where {len(others)} were captured"
+        return f"it gives {len(ones)} results, but {len(others)} were captured"
     for one, other in zip(ones, others, strict=True):
         if one.shape != other.shape:
-            return f"its result is {tuple(one.shape)}, where {tuple(other.shape)} was captured"
+            return f"its result has shape {tuple(one.shape)}, but the captured {tuple(other.shape)}"
         if one.numel() and not _close(one, other):
             apart = float((one.double() - other.double()).abs().amax())
             size = float(one.double().abs().amax())
-            return f"its answer differs by {apart:.3g} of {size:.3g} from what was captured"
+            return f"its results, up to {size:.3g}, differ by {apart:.3g} from the captured ones"
     return ""
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Equal, but for the rounding of a network of this precision."""
+    """Tell whether two results are equal up to the rounding errors of their precision."""
     one, other = one.detach(), other.detach()
     share = rounding(one.dtype)
     size = one.double().nan_to_num(0.0, 0.0, 0.0).abs().amax()
@@ -207,12 +208,12 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """What rounding may do to a network's answers, about, relative to their size."""
+    """Return a rough size of rounding errors in a network's results, relative to the results."""
     return {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 0.1)
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """All that a module may keep from one run to the next: tensors by their bits, plain values."""
+    """Collect the state that a module may keep between runs: hashes of tensors, plain values."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         kept = {**vars(module), **module._parameters, **module._buffers}
@@ -243,7 +244,7 @@ def _shown(numbers: Sequence[Any]) -> str:
 
 @contextmanager
 def _ordinary_attention() -> Iterator[None]:
-    """PyTorch's fused attention is taken where nothing records: here it would be a difference."""
+    """Disable fused attention: PyTorch avoids it during recording, so the runs would differ."""
     before = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, before)
@@ -252,5 +253,5 @@ def _ordinary_attention() -> Iterator[None]:
 
 
 def exceeds(lower: float, upper: float, dtype: torch.dtype) -> bool:
-    """Whether a measured lower end is above a bound by more than rounding."""
+    """Tell whether a measured lower bound exceeds an upper bound by more than rounding."""
     return math.isfinite(lower) and lower > upper * (1 + rounding(dtype))

@@ -1,4 +1,4 @@
-"""The bound of a whole network, operation by operation over its graph."""
+"""Bound a whole network operation by operation along its graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lipbound.runtime import Progress, silent
 
 
 def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audit:
-    """The network's bound, why it is infinite if it is, and every operation's; no layers alone.
+    """Bound the network and each of its operations; the result has no layer reports.
 
     Several inputs or outputs count as one vector.
     """
@@ -47,7 +47,7 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
     error = math.hypot(*[v.error for v in outputs])
     reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
     if total == math.inf and not reason:
-        reason = "the bound is above 1.8e308, the largest float64"
+        reason = "the bound is above the largest float64, 1.8e308"
     notes = [*options.notes]
     if graph.left_out:
         notes.append(f"{len(graph.left_out)} integer output(s) are not included in the bound")
@@ -68,7 +68,7 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
 def _weighted(
     audit: Audit, outputs: Sequence[Value], options: Options, progress: Progress
 ) -> Audit:
-    """The bound by weighted blocks, where the network is a chain of them and it is smaller."""
+    """Use the bound by weighted blocks if the network is a chain of them and it is smaller."""
     exact = len(outputs) == 1 and not audit.error
     chain = find_chain(outputs[0]) if exact else None
     if chain is None:
@@ -77,8 +77,8 @@ def _weighted(
     features, head = certified(chain, optimised(chain, progress=progress), options.rtol, progress)
     matrix = bracket(head, options.rtol)
     upper = up(features * up(matrix.upper * (1 + 2.0**-40)))
-    note = f"effort high: two weighted norms for each of {len(chain.blocks)} residual blocks"
-    note = note if upper < audit.upper else f"{note}, which did not lower the bound"
+    note = f"effort='high' used two weighted norms in each of {len(chain.blocks)} residual blocks"
+    note = note if upper < audit.upper else f"{note}, but did not lower the bound"
     note = joined(audit.note, note)
     if upper >= audit.upper:
         return replace(audit, note=note)
@@ -87,16 +87,16 @@ def _weighted(
 
 
 def _shown(call: Call, ops: dict[str, str]) -> str:
-    """The operation's name; of one of several results, the operation they come from."""
+    """Return the operation's name; for one of several results, that of their operation."""
     op = ops.get(call.references()[0], call.op) if call.op == "getitem" else call.op
     return "aten.batch_norm" if "batch_norm" in op else op
 
 
 def _kept(graph: Graph, values: dict[str, Any]) -> list[Call]:
-    """Calls with one result that an output depends on, without those taken into a later one.
+    """Return the calls that an output depends on, without those merged into a later call.
 
-    A convolution before a BatchNorm is not bounded by itself: its readers are convolutions of
-    the same value.
+    For example a convolution before a BatchNorm is not bounded by itself: the results that use it
+    are convolutions of the same value.
     """
     needed = set(graph.outputs)
     readers: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""What an audit says: of each layer, of each operation, of the network."""
+"""Results of an audit: for each layer, for each operation and for the network."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lipbound.bounds import Bracket
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer as it stands, alone.
+    """Result for a single layer.
 
     Attributes:
-        name: As in ``model.named_modules()``.
-        layer: The module, or the weight tensor where there is no module.
+        name: Name in ``model.named_modules()``.
+        layer: The module, or the weight tensor if there is no module.
         bracket: Certified interval of its norm, for every input size.
-        lipbound: The paper's bound beside it; ``None`` for BatchNorm and Linear.
+        lipbound: The paper's bound, for comparison; ``None`` for BatchNorm and Linear.
     """
 
     name: str
@@ -30,17 +30,17 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One operation of the graph: what the bound is after it.
+    """Result for one operation of the graph.
 
     Attributes:
-        name: Of its result.
-        op: The operation.
+        name: Name of its result.
+        op: Name of the operation.
         module: Path of the module it belongs to.
-        inputs: Names of what it reads.
-        shape: Of its result, without the batch axis.
-        lipschitz: Bound on the map from the network's input to its result.
-        gain: That over the largest of its inputs'.
-        reason: Why it is unbounded.
+        inputs: Names of the values it reads.
+        shape: Shape of its result, without the batch axis.
+        lipschitz: Lipschitz bound of the map from the network's input to its result.
+        gain: ``lipschitz`` divided by the largest ``lipschitz`` of its inputs.
+        reason: Why there is no bound; empty if there is one.
     """
 
     name: str
@@ -55,23 +55,23 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Audit:
-    """What is known of a network.
+    """Result of an audit of a network.
 
     Attributes:
-        layers: Its layers, alone.
-        upper: A bound on its L2 Lipschitz constant, proved; ∞ with ``reason`` if there is none.
-        lower: The largest Jacobian norm that was found; 0 if none was looked for.
+        layers: Results of the single layers.
+        upper: Certified bound on the network's L2 Lipschitz constant; ∞ if there is none.
+        lower: Largest Jacobian norm that was found; 0 if there was no search.
         reason: Why ``upper`` is infinite, or why there is no graph.
-        steps: The graph, operation by operation; empty if it could not be captured.
-        product: The product of the layers' own bounds, BatchNorm apart, for comparison.
-        input_shape: Of one input.
-        features: Where the network ends in a Linear layer, the bound up to that layer's input.
-        head: That layer's matrix.
-        note: How the bound was lowered below what the steps say, what was assumed and left out.
-        error: How far the network may be, everywhere, from a function with the constant ``upper``,
-            in the L2 norm; 0 unless an operation jumps a little, as torch's softplus does.
-        features_error: The same up to the last layer's input.
-        head_error: Bounds the norm of what rounding did to ``head``, where it was computed.
+        steps: Results of the graph's operations; empty if the graph could not be captured.
+        product: Product of the upper bounds of all layers, BatchNorm included, for comparison.
+        input_shape: Shape of one input.
+        features: Bound up to the input of the last layer, if that is a Linear layer.
+        head: Matrix of that Linear layer.
+        note: What was assumed, what was left out, and how ``upper`` was lowered below the steps'.
+        error: Bound on the L2 distance, at every input, between the network and a function with
+            the constant ``upper``; 0 unless an operation jumps a little, as torch's softplus does.
+        features_error: The same error up to the last layer's input.
+        head_error: Bound on the norm of the rounding errors in ``head``, if it was computed.
     """
 
     layers: tuple[LayerReport, ...]
@@ -90,7 +90,7 @@ class Audit:
 
     @property
     def bounded_part(self) -> StepReport | None:
-        """The last operation before the first unbounded one."""
+        """Return the last operation before the first one without a bound."""
         last = None
         for step in self.steps:
             if step.lipschitz == math.inf:
@@ -100,5 +100,5 @@ class Audit:
 
 
 def joined(*notes: str) -> str:
-    """Notes as one, without the empty ones."""
+    """Join the notes that are not empty."""
     return "; ".join(filter(None, notes))

@@ -1,7 +1,7 @@
-"""A network as a graph of calls, captured by ``torch.export``: what depends on the input, what not.
+"""Capture a network with ``torch.export`` as a graph of calls.
 
-Everything that does not depend on the input (weights, buffers, and what is computed from them) is
-computed here; the rest is left to the rules.
+Everything that does not depend on the input (weights, buffers and values computed from them) is
+computed here. The rules bound the other calls.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class Call:
     """One operation on values that depend on the input.
 
     Attributes:
-        name: Of its result.
-        op: Overload packet, ``'aten.conv2d'``; ``'getitem'`` for one of several results.
-        args: Arguments in order; tensors that do not depend on the input are there in full, the
-            others are :class:`Reference`.
-        kwargs: Keyword arguments, likewise.
-        shape: Of the result, ``()`` of a number; ``None`` if there are several.
+        name: Name of its result.
+        op: Overload packet such as ``'aten.conv2d'``; ``'getitem'`` for one of several results.
+        args: Positional arguments. Tensors that depend on the input are :class:`Reference`;
+            all others are the tensors themselves.
+        kwargs: Keyword arguments in the same form.
+        shape: Shape of the result, ``()`` for a number; ``None`` if there are several results.
         module: Path of the module that made the call.
-        source: File and line.
-        schema: Of the operation.
-        overload: Which of its overloads.
+        source: File and line of the call.
+        schema: Schema of the operation.
+        overload: Name of the overload.
         floating: Whether the result is a floating-point tensor.
-        dtype: Its type, or that of the first of several.
-        integers: Whether it is one of integers or truth values, no part of the map.
-        results: How many tensors it gives.
+        dtype: Type of the result, or of the first of several results.
+        integers: Whether the result is a tensor of integers or booleans, which is not bounded.
+        results: Number of result tensors.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Call:
     results: int = 1
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments by the names of the operation's schema."""
+        """Return all arguments by their names in the operation's schema."""
         if self.schema is None:
             return {str(i): value for i, value in enumerate(self.args)}
         values: dict[str, Any] = {}
@@ -84,7 +84,7 @@ class Call:
         return values
 
     def references(self) -> list[str]:
-        """The earlier results it reads, in order."""
+        """Return the names of the earlier results that the call reads, in order."""
         return [r.name for r in _references((self.args, self.kwargs))]
 
 
@@ -94,11 +94,11 @@ class Graph:
 
     Attributes:
         inputs: Name → shape of each input.
-        calls: In order.
-        outputs: Names of the results that are outputs; constants and integers are left out.
-        left_out: Names of outputs of integers.
-        captured: Runs the program as it was captured.
-        analysed: Runs the program that the calls are of.
+        calls: Calls in the order in which they run.
+        outputs: Names of the results that are outputs, without constants and integers.
+        left_out: Names of the integer outputs.
+        captured: Function that runs the program as it was captured.
+        analysed: Function that runs the program that consists of ``calls``.
     """
 
     inputs: dict[str, tuple[int, ...]]
@@ -113,7 +113,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     """Capture ``model(*inputs)`` in eval mode.
 
     Raises:
-        NotCaptured: With the reason; a model whose path depends on its input's values, say.
+        NotCaptured: If this fails, for example because a branch depends on the input's values.
     """
     try:
         with warnings.catch_warnings(), _unlogged(), torch.no_grad():
@@ -125,12 +125,12 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "data-dependent" in first:
-            first = "which way it goes depends on the values of a tensor"
+            first = "a branch depends on the values of a tensor"
         raise NotCaptured(f"{type(model).__name__} cannot be captured: {first}") from error
     if seen.read:
         raise NotCaptured(
             f"{type(model).__name__} tries to read a value ({seen.read.strip('_')}) and catches "
-            f"the error: which way it goes may depend on its input's values"
+            f"the error: a branch may depend on its input's values"
         )
     signature = program.graph_signature
     tensors: dict[str, Any] = {**program.state_dict, **program.constants}
@@ -150,7 +150,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     known: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     calls: list[Call] = []
-    integers: set[str] = set()  # indices of a maximum, say: no part of the map that is bounded
+    integers: set[str] = set()  # not bounded, for example the indices of a maximum
     outputs: list[str] = []
     left_out: list[str] = []
     with torch.no_grad():
@@ -163,13 +163,13 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                 else:
                     known[node.name] = node.meta.get("val")
             elif node.op == "output":
-                # An input that is written to comes back too, without being an output.
+                # An input that the network writes to is returned too, but is not an output.
                 pairs = [*zip(signature.output_specs, node.args[0], strict=True)]
                 for spec, _ in pairs:
                     if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION):
                         raise NotCaptured(
                             f"{type(model).__name__} changes its {spec.target!r} when it runs: it "
-                            f"is not one map; let it do that in training mode only"
+                            f"is not a fixed function; change it in training mode only"
                         )
                 mine = [arg for spec, arg in pairs if spec.kind is OutputKind.USER_OUTPUT]
                 found = [r.name for r in _references(_resolve(mine, known))]
@@ -185,7 +185,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
                 elif _random(node.target, call):
                     raise NotCaptured(
                         f"{type(model).__name__} draws random numbers ({call.op}, {call.source}): "
-                        f"it is not one map; let it draw in training mode only"
+                        f"it is not a fixed function; draw them in training mode only"
                     )
                 else:
                     known[node.name] = node.target(*call.args, **call.kwargs)
@@ -196,7 +196,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """What PyTorch logs and prints of a model that it cannot capture is in the error, too."""
+    """Silence what PyTorch logs about a model that it cannot capture; the error repeats it."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -216,7 +216,7 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
     packet = getattr(target, "overloadpacket", target)
     op = "getitem" if target is operator.getitem else str(packet)
     several = isinstance(value, list | tuple)
-    # A number that was read out of a tensor is none: nothing is known of how it changes.
+    # A number that was read from a tensor is not floating: nothing is known about its slope.
     floating = several or (isinstance(value, Tensor) and value.is_floating_point())
     return Call(
         name=node.name,
@@ -236,7 +236,7 @@ def _call(node: fx.Node, known: dict[str, Any]) -> Call:
 
 
 def _random(target: Any, call: Call) -> bool:
-    """Whether an operation draws; dropout and its like do not where they are told so."""
+    """Tell whether an operation draws random numbers; dropout in eval mode does not."""
     given = call.arguments()
     switch = next((given[name] for name in ("train", "training") if name in given), True)
     drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
@@ -244,7 +244,7 @@ def _random(target: Any, call: Call) -> bool:
 
 
 def _resolve(argument: Any, known: dict[str, Any]) -> Any:
-    """Nodes to their values, or to references where they depend on the input."""
+    """Replace nodes by their values, or by references if they depend on the input."""
     if isinstance(argument, fx.Node):
         return known[argument.name] if argument.name in known else Reference(argument.name)
     if isinstance(argument, dict):
@@ -259,7 +259,7 @@ def _references(arguments: Any) -> list[Reference]:
 
 
 def _short(line: str) -> str:
-    """``File "/a/b/net.py", line 9, in forward`` → ``net.py:9``."""
+    """Shorten ``File "/a/b/net.py", line 9, in forward`` to ``net.py:9``."""
     parts = line.split('"')
     number = line.rsplit("line ", 1)[-1].split(",")[0]
     return f"{parts[1].rsplit('/', 1)[-1]}:{number}" if len(parts) > 1 else line

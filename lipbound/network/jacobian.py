@@ -1,4 +1,4 @@
-"""Norms of Jacobians: what a network does amplify, somewhere."""
+"""Norms of a network's Jacobians: lower bounds on its Lipschitz constant."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from lipbound.network.capture_check import outputs
 
-ROWS = 32  # a backward pass each; with more outputs, iterating is cheaper
-ENOUGH = 1e-3  # an iteration that gains less is the last
+ROWS = 32  # one backward pass per output; for more outputs, power iteration is cheaper
+ENOUGH = 1e-3  # stop when an iteration gains less than this share
 
 
 def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: int = 0) -> float:
-    """The largest spectral norm of the network's Jacobian at the given inputs.
+    """Return the largest spectral norm of the network's Jacobian at the given inputs.
 
-    Exact for few outputs; for more, the largest ‖Jv‖, ‖v‖ = 1, that power iteration finds. Either
-    is a lower bound on the network's Lipschitz constant, up to the rounding of the network itself.
-    Inputs that do not know of each other go through together, to find the one that counts: its
-    norm is taken alone, so that no company can add to it.
+    The norm is exact for few outputs. For more, it is the largest ‖Jv‖ with ‖v‖ = 1 that power
+    iteration finds. Both are lower bounds on the network's Lipschitz constant, up to the rounding
+    of the network itself. If the inputs of a batch do not affect each other, one batch finds the
+    input with the largest norm, and its norm is then computed alone, without the others' influence.
     """
     inputs = inputs.detach()
     with torch.no_grad():
@@ -37,21 +37,19 @@ def jacobian_norm(model: nn.Module, inputs: Tensor, iterations: int = 30, seed: 
 
 
 def norms_by_rows(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """The Jacobian's spectral norm at every input, from its rows, one backward pass each.
-
-    Not a number where an entry is none.
+    """Compute the Jacobian's spectral norm at every input, with one backward pass per row.
 
     Args:
-        run: From inputs to ``(batch, outputs)``, each output of its own input alone.
-        inputs: A batch.
+        run: Maps inputs to ``(batch, outputs)``; each row may depend on its own input only.
+        inputs: A batch of inputs.
 
     Returns:
-        ``(batch,)`` in float64.
+        Norms ``(batch,)`` in float64; NaN if the Jacobian is not finite.
     """
     x = inputs.detach().requires_grad_()
     with torch.enable_grad():
         found = run(x)
-        if not found.requires_grad:  # they do not depend on the inputs
+        if not found.requires_grad:  # the outputs do not depend on the inputs
             return torch.zeros(len(x), dtype=torch.float64, device=x.device)
         rows = [
             torch.autograd.grad(column.sum(), x, retain_graph=True, materialize_grads=True)[0]
@@ -66,7 +64,7 @@ def norms_by_rows(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
 def _iterated(
     run: Callable[[Tensor], Tensor], inputs: Tensor, iterations: int, seed: int
 ) -> Tensor:
-    """‖Jv‖ at every input, v by power iteration, until no input gains."""
+    """Compute ‖Jv‖ at every input by power iteration, until it grows at no input."""
     draw = torch.Generator().manual_seed(seed)
     vectors = torch.randn(inputs.shape, generator=draw).to(inputs)
     pull = torch.func.vjp(run, inputs)[1]
@@ -84,11 +82,11 @@ def _iterated(
 
 
 def alone_and_together(model: nn.Module, inputs: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The network's outputs for each input alone, and for which inputs company changes nothing.
+    """Return the outputs for each input alone, and which of them are the same in the batch.
 
     Returns:
-        One tensor ``(batch, ...)`` for each output, and ``(batch,)`` booleans. An output that has
-        no batch axis makes all of them false.
+        One tensor ``(batch, ...)`` for each output, and ``(batch,)`` booleans. An output without a
+        batch axis makes all of them false.
     """
     company = outputs(model, inputs)
     each = [outputs(model, one) for one in inputs.split(1)]
@@ -102,9 +100,9 @@ def alone_and_together(model: nn.Module, inputs: Tensor) -> tuple[list[Tensor], 
 
 
 def _alike(ones: Tensor, others: Tensor) -> Tensor:
-    """Which rows of two answers are the same, about: ``(batch,)``. Not a number is unlike all."""
+    """Tell which rows of two results are about the same, ``(batch,)``; rows with NaN are not."""
     ones, others = ones.reshape(len(ones), -1), others.reshape(len(others), -1)
     if not ones.shape[1]:
         return torch.ones(len(ones), dtype=torch.bool, device=ones.device)
-    # The largest entry: of small ones a sum of squares would be zero.
+    # The largest entry, because squares of small entries would underflow to zero.
     return (ones - others).abs().amax(1) <= 0.01 * ones.abs().amax(1)

@@ -1,4 +1,4 @@
-"""Every layer of a network alone: its certified interval, and LipBound beside it."""
+"""Bound every single layer of a network: its certified interval, and LipBound to compare."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lipbound.runtime import Progress, silent, time_is_up
 def layer_reports(
     source: nn.Module | Mapping[str, Layer], options: Options, progress: Progress = silent
 ) -> tuple[LayerReport, ...]:
-    """Every convolution, Linear and BatchNorm of a model, or every given layer, each alone."""
+    """Bound each convolution, Linear and BatchNorm layer of a model, or each given layer."""
     if options.method not in BOUNDS:
-        raise ValueError(f"unknown bound method {options.method!r}; there are {', '.join(BOUNDS)}")
+        raise ValueError(f"unknown method {options.method!r}; choose from {', '.join(BOUNDS)}")
     named = dict(source.named_modules() if isinstance(source, nn.Module) else source)
     linear = {
         name: layer
@@ -51,7 +51,7 @@ def layer_reports(
 
 
 def _norm_bracket(layer: _BatchNorm) -> Bracket:
-    """max|γ|/√(var + ε), four roundings on either side; ∞ where it is no number."""
+    """Return max|γ|/√(var + ε) with four roundings on either side; up to ∞ if it is NaN."""
     assert layer.running_var is not None
     gains = batch_norm_gains(layer.running_var, layer.weight, layer.eps)
     value = float(gains.abs().amax())
@@ -61,7 +61,7 @@ def _norm_bracket(layer: _BatchNorm) -> Bracket:
 
 
 def product(layers: Sequence[LayerReport]) -> float:
-    """The product of the layers' upper ends, rounded up."""
+    """Return the product of the layers' upper bounds, rounded up."""
     total = 1.0
     for report in layers:
         total = up(total * report.bracket.upper)

@@ -1,4 +1,4 @@
-"""What a layer does at every frequency: samples of its symbol's singular values, for pictures."""
+"""Sample the singular values of a layer's symbol over all frequencies, for pictures."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lipbound.bounds import Bracket
 from lipbound.geometry import Layer, convolution
 from lipbound.symbols import evaluate, taps
 
-SAMPLES = 33  # per axis, odd, both ends of the period included
-LARGEST = 1 << 26  # entries of all symbols together, above which fewer points are taken
+SAMPLES = 33  # points per axis: an odd number that includes both ends of the period
+LARGEST = 1 << 26  # limit for the entries of all symbols together; above it, use fewer points
 
 
 @dataclass(frozen=True)
 class Portrait:
-    """Singular values on a grid over one period; estimates, to look at.
+    """Singular values on a grid over one period: estimates for a picture, not bounds.
 
     Attributes:
-        axis: Frequencies along each axis, radians, from −π to π.
-        heights: σ1, ``(len(axis),)`` for one spatial axis, else ``(len(axis), len(axis))``; of
+        axis: Frequencies along each axis, in radians from −π to π.
+        heights: σ1, ``(len(axis),)`` for one spatial axis, else ``(len(axis), len(axis))``; for
             three axes the slice through the maximizer.
         values: All singular values on the grid, sorted.
-        peak: The maximizer, one number per axis shown; empty if it is not known.
+        peak: Maximizer of σ1, one frequency per shown axis; empty if it is not known.
     """
 
     axis: NDArray[np.float64]
@@ -37,7 +37,7 @@ class Portrait:
 
 @torch.no_grad()
 def portrait(layer: Layer, bracket: Bracket) -> Portrait | None:
-    """The picture of a convolution with at least two taps; ``None`` where nothing varies."""
+    """Sample a convolution with at least two taps; ``None`` if its symbol is constant."""
     conv = convolution(layer)
     coefficients = taps(conv).double()
     groups, rows, columns, *sizes = coefficients.shape
@@ -48,9 +48,9 @@ def portrait(layer: Layer, bracket: Bracket) -> Portrait | None:
     count = int(min(SAMPLES, max(9, room))) // 2 * 2 + 1
     axis = np.linspace(-np.pi, np.pi, count)
     whole = np.stack(np.meshgrid(*[axis] * shown, indexing="ij"), -1).reshape(-1, shown)
-    mirrored = shown == len(sizes)  # F(−ω) is the conjugate: half of it is a mirror image
+    mirrored = shown == len(sizes)  # F(−ω) is the conjugate of F(ω), so half the grid is enough
     points = whole[: len(whole) // 2 + 1] if mirrored else whole
-    place = bracket.frequency or (0.0,) * len(sizes)  # empty where nothing was searched
+    place = bracket.frequency or (0.0,) * len(sizes)  # empty if there was no search
     rest = np.broadcast_to(np.array(place[shown:]), (len(points), len(sizes) - shown))
     frequencies = torch.from_numpy(np.concatenate([points, rest], 1))
     values = torch.linalg.svdvals(evaluate(coefficients.float(), frequencies)).cpu()

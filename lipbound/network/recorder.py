@@ -1,4 +1,4 @@
-"""Record every operation of a run that depends on the input, and who reads values."""
+"""Record the operations of a run that depend on the input, and attempts to read values."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ READERS = {
     "__format__", "__index__", "__int__", "__nonzero__", "__repr__", "apply_", "data_ptr",
     "is_nonzero", "item", "map_", "numpy", "storage", "tolist", "untyped_storage",
 }  # fmt: skip
-UNSEEN = {  # arguments that choose a library or a place, not a function
+UNSEEN = {  # arguments that choose a library or a memory, but not the result
     "allow_tf32", "benchmark", "cudnn_enable", "cudnn_enabled", "deterministic", "non_blocking",
     "pin_memory",
 }  # fmt: skip
 
-View = tuple[Any, ...]  # who made a tensor's numbers (operation, which result), and how it is laid
+View = tuple[Any, ...]  # (operation, index of its result) that made a tensor, then its layout
 
 
 @dataclass
 class Operation:
-    """One operation on something that depends on the input.
+    """One operation on tensors that depend on the input.
 
     Attributes:
-        name: Its overload.
-        numbers: Those among its arguments.
-        constants: Tensors that do not depend on the input.
-        views: Tensors that do.
-        reads: Storages it reads,
-        writes: and writes.
+        name: Name of its overload.
+        numbers: Numbers among its arguments.
+        constants: Tensor arguments that do not depend on the input.
+        views: Tensor arguments that depend on the input.
+        reads: Storages that it reads.
+        writes: Storages that it writes.
         fails: Whether it may fail for some values.
     """
 
@@ -53,14 +53,14 @@ class Operation:
 
 @dataclass
 class Trace:
-    """What a run did.
+    """Record of a run.
 
     Attributes:
-        operations: Those on something that depends on the input, in order.
-        read: How a value that depends on the input was read, if one was.
+        operations: Operations on tensors that depend on the input, in order.
+        read: Function that read a value that depends on the input; empty if none did.
         outputs: Storages of the results.
-        results: What they are.
-        kept: Keeps every storage alive, so that its address stays its own.
+        results: Results that depend on the input, as views.
+        kept: Tensors kept alive, so that no storage address is used twice.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Trace:
     kept: list[Tensor] = field(default_factory=list)
 
     def live(self) -> list[int]:
-        """Operations that an output depends on, by number; export leaves out the others."""
+        """Return the numbers of the operations that an output depends on; export drops others."""
         wanted, found = set(self.outputs), []
         for place in reversed(range(len(self.operations))):
             if self.operations[place].writes & wanted:
@@ -80,13 +80,13 @@ class Trace:
 
 
 class Reads(TorchFunctionMode):
-    """Notes who asks a tensor for its values.
+    """Record which function reads the values of a tensor.
 
     Args:
-        trace: Takes the note.
-        failing: Whether only attempts that fail count: while a network is captured nothing has
-            values, and what an attempt returns is followed as a part of the graph.
-        depends: Whether a tensor depends on the input.
+        trace: Record to write to.
+        failing: Whether to record only attempts that fail. During capture tensors have no values,
+            and the result of a successful attempt becomes a part of the graph.
+        depends: Tells whether a tensor depends on the input.
     """
 
     def __init__(self, trace: Trace, failing: bool, depends: Callable[[Any], bool]):
@@ -107,7 +107,7 @@ class Reads(TorchFunctionMode):
 
 
 class Recorder(TorchDispatchMode):
-    """Follows what depends on the input, storage by storage."""
+    """Record operations on all storages that depend on the input."""
 
     def __init__(self, trace: Trace, inputs: Tensor):
         super().__init__()
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
         return isinstance(argument, Tensor) and _storage(argument) in self.makers
 
     def view(self, tensor: Tensor) -> View:
-        """Whose numbers these are, and which of them; of an axis of size 1 the stride is none."""
+        """Describe a tensor: the operation that made it and its layout, without size-1 axes."""
         laid: tuple[Any, ...] = ()
         if tensor.layout is torch.strided:
             strides = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         after = [leaf for leaf in results if isinstance(leaf, Tensor)]
         self.trace.kept += before + after
         if _moves(func):
-            for tensor in after:  # without a storage of its own, or it would be in there already
+            for tensor in after:  # only a tensor without a storage is new here
                 self.makers.setdefault(_storage(tensor), (-2, 0))
             return result
         mine = [t for t in before if self.depends(t)]
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _shapes(self, func: Any, args: Any) -> bool:
-        """Whether the result's shape tells of values: of how many entries are not zero, say."""
+        """Tell whether the result's shape depends on values, for example on the nonzero entries."""
         if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
             return False
         return not str(func).startswith("aten.index.") or any(
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(run: Run, inputs: Tensor) -> Trace:
-    """Run on a copy of the inputs, and note every operation that depends on them."""
+    """Run on a copy of the inputs and record every operation that depends on them."""
     trace, own = Trace(), inputs.clone()
     with Recorder(trace, own) as recorder, Reads(trace, False, recorder.depends):
         results = run(own)
@@ -180,22 +180,22 @@ def record(run: Run, inputs: Tensor) -> Trace:
 
 @contextmanager
 def watched() -> Iterator[Trace]:
-    """Note attempts to read a value while a network is captured, though the error be caught."""
+    """Record attempts to read a value during capture, even if the network catches the error."""
     trace = Trace()
     with Reads(trace, True, lambda argument: isinstance(argument, Tensor)):
         yield trace
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tells whether two tensors are views of the same numbers."""
+    """Return a number that is equal for two tensors that share their memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, say: it has none
+    except (NotImplementedError, RuntimeError):  # for example a sparse tensor, which has no storage
         return id(tensor)
 
 
 def _moves(func: Any) -> bool:
-    """Whether an operation only looks at the same numbers otherwise: a view, a detached copy."""
+    """Tell whether an operation returns a view of the same numbers or detaches them."""
     name = str(func).removeprefix("aten.").partition(".")[0]
     if name in ("detach", "detach_", "lift_fresh", "alias"):
         return True
@@ -204,7 +204,7 @@ def _moves(func: Any) -> bool:
 
 
 def _numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The numbers among the arguments, the defaults of those that were left out included."""
+    """Return the numbers among the arguments, including defaults of arguments not given."""
     schema = getattr(func, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = {a.name: a.default_value for a in schema.arguments} if schema is not None else {}

@@ -1,8 +1,8 @@
-"""Figure 1: contours of trigonometric polynomials, their maxima marked.
+"""Figure 1: contours of trigonometric polynomials with their maxima marked.
 
-Random kernels c×3×3 and c×5×5 with one output, as in the paper, and rows of trained layers beside
-them: |f| for one input channel, √Σ|f_j|² for several. What the paper calls low convexity can be
-seen, and that the certified maximizer is the highest point.
+The kernels are random ones of size c×3×3 and c×5×5 with one output, as in the paper, and rows of
+trained layers. The figure shows |f| for one input channel and √Σ|f_j|² for several. It shows what
+the paper calls low convexity, and that the certified maximizer is the highest point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lipbound import bracket, symbol
 from lipbound.paper.request import Request
 from lipbound.paper.source import spread, strongest, wide_layers
 
-FORMAT = "png"  # filled contours are large as vectors
+FORMAT = "png"  # filled contours make large vector files
 SAMPLES = 65
 SHAPES = ((1, 3), (9, 3), (1, 5), (9, 5))
 
@@ -53,12 +53,12 @@ def compute(request: Request) -> dict[str, Any]:
 
 def report(record: dict[str, Any]) -> str:
     inside = all(p["highest_sample"] <= p["upper"] * (1 + 1e-9) for p in record["panels"])
-    verdict = "No sample lies above its certified maximum." if inside else "A SAMPLE IS HIGHER."
+    verdict = "No sample lies above its certified maximum." if inside else "A SAMPLE LIES HIGHER."
     return f"""## Figure 1: trigonometric polynomials of kernels
 
 ![Contours of eight polynomials with their maxima](fig1.png)
 
-Rings mark the certified maximizer and its mirror image. {verdict}
+The rings mark the certified maximizer and its mirror image. {verdict}
 """
 
 

@@ -1,10 +1,10 @@
-"""Figure 2: Γ(n), what a bound that holds for every size exceeds σ1 at size n by.
+"""Figure 2: the gap Γ(n) between a bound for all input sizes and σ1 at size n.
 
-Kernels c×s×s, c input channels and one output: random ones with entries as PyTorch initialises
-1 → c layers, as in the paper, and rows of trained layers; then a whole trained layer, where the
-paper did not look. σ1 of the layer at n×n inputs by ARPACK. Beside LipBound on a fine grid (1024
-points an axis, certified) the upper end of our bracket, and PolyGrid as published, whose unwidened
-grid of 10 points an axis can fall below σ1.
+The kernels have size c×s×s, with c input channels and one output: random ones with entries as
+PyTorch initialises 1 → c layers, as in the paper, and rows of trained layers. A whole trained layer
+is added. ARPACK computes σ1 of the layer at n×n inputs. The bounds are LipBound on a fine grid
+(1024 points per axis, certified), the upper end of our bracket, and PolyGrid as published, whose
+unwidened grid of 10 points per axis can fall below σ1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lipbound.report.markdown import table
 SIZES = (4, 6, 8, 12, 16, 24, 32, 50, 80, 112, 160, 224)
 SHAPES = ((1, 3), (6, 3), (6, 5), (16, 3))
 RANDOM = "random"
-ROW = 6  # input channels of a trained row
+ROW = 6  # number of input channels of a trained row
 PAPER = {"6×3×3": {"50": 0.012, "224": 4e-4}}
 METHODS = {"bracket": "ours (bracket)", "lipbound": "LipBound, S = 1024", "polygrid": "PolyGrid"}
 STYLES = {"bracket": "-", "lipbound": ":"}
@@ -49,15 +49,15 @@ def compute(request: Request) -> dict[str, Any]:
 
 
 def _kernels(request: Request) -> Iterator[tuple[str, Tensor]]:
-    """Where they come from, and kernels of float64: random rows, trained rows, a trained layer."""
+    """Yield origin and float64 kernel: random rows, trained rows, and a trained layer."""
     layers = wide_layers(request.weights, ROW, "fig2")
     for channels, side in SHAPES[:2] if request.tiny else SHAPES:
         torch.manual_seed(0)
         stacked = torch.nn.Conv2d(1, channels, side).weight.detach().double()
-        yield RANDOM, stacked.transpose(0, 1)  # one row, as LipBound reads it; σ1 is the same
+        yield RANDOM, stacked.transpose(0, 1)  # LipBound takes rows; σ1 is the same
     for name, kernel in spread(layers, 2):
         yield name, row(kernel, ROW)
-    yield min(layers, key=lambda layer: layer[1].numel())  # at 224 a larger one takes long
+    yield min(layers, key=lambda layer: layer[1].numel())  # a larger one takes long at n = 224
 
 
 def report(record: dict[str, Any]) -> str:
@@ -81,10 +81,10 @@ def report(record: dict[str, Any]) -> str:
 
 {table(heads, rows)}
 
-The random kernels are drawn like the paper's, but are not the paper's; a kernel of four numbers is
-a whole layer, outputs first. A negative gap is an estimate below σ1. With one output channel
-LipBound equals sup σ1(F), and both certified bounds differ by their grids only. With several it is
-a sum over them, and its gap does not close; the bracket's does.
+The random kernels have the paper's distribution, but are other samples of it. A kernel with four
+sizes is a whole layer, output channels first. A negative gap means that the estimate is below σ1.
+With one output channel LipBound equals sup σ1(F), and both certified bounds differ only by their
+grids. With several channels LipBound is a sum over them, and only the bracket's gap goes to zero.
 """
 
 
@@ -101,7 +101,7 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
             name = line["kernel"] if _random(line) else f"{line['kernel']}, {line['of']}"
             for method, style in STYLES.items():
                 gaps = [line["values"][method] - t for t in line["truth"].values()]
-                label = name if method == "bracket" else None  # once in the legend
+                label = name if method == "bracket" else None  # one legend entry per kernel
                 panel.plot(sizes, gaps, style, marker="o", ms=3, color=f"C{index}", label=label)
         panel.set_title("trained" if trained else RANDOM, fontsize=9, loc="left")
         panel.set_xscale("log")

@@ -1,6 +1,6 @@
 """Figure 3: Jacobian norms of the trained networks, and accuracy against the length of an attack.
 
-It is made from the trainings of ``table2`` and computes nothing of its own.
+It uses the records of ``table2`` and computes nothing itself.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def compute(request: Request) -> dict[str, Any]:
 
 
 def by_margin(network: dict[str, Any]) -> bool:
-    """Whether its curve against iterations was counted by the first version of the attack.
+    """Whether the curve against iterations was counted by the first version of the attack.
 
     That version counted an image as broken only when it was wrong by a margin. The first trainings
-    of tiers A and A0 are recorded so; records since then name the attack's precision.
+    of tiers A and A0 are recorded in this way; later records name the precision of the attack.
     """
     return "precision" not in network
 
 
 def from_cells(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """The final networks of the first seed, tier by tier."""
+    """Return the record of the final networks of the first seed, by tier."""
     tiers: dict[str, dict[str, Any]] = {}
     for cell in (cell for own in table2.by_tier(cells).values() for cell in own):
         found = cell["final"]
@@ -98,7 +98,7 @@ float32.{_margins(record["tiers"])}
 
 
 def _margins(tiers: dict[str, Arms]) -> str:
-    """Which curves lie too high because an image had to be wrong by a margin."""
+    """Describe curves that are too high because an image had to be wrong by a margin."""
     named = []
     for tier, arms in tiers.items():
         margins = {label: arm["margin"] for label, arm in arms.items() if arm.get("margin")}
@@ -121,7 +121,7 @@ def _margins(tiers: dict[str, Arms]) -> str:
 
 
 def _steps(tiers: dict[str, Arms]) -> str:
-    """The accuracy that ten times as many steps of Carlini & Wagner's attack cost."""
+    """Describe the accuracy lost to ten times as many steps of Carlini & Wagner's attack."""
     rows = []
     for tier, arms in tiers.items():
         for label, found in _stepped(arms).items():
@@ -170,7 +170,7 @@ def figure(record: dict[str, Any], pyplot: Any) -> Any:
 
 
 def _stepped(arms: Arms) -> Arms:
-    """The arms attacked by Carlini & Wagner's attack with fewer steps too."""
+    """Return the arms that were also attacked with fewer steps of Carlini & Wagner's attack."""
     return {
         label: found
         for label, found in arms.items()

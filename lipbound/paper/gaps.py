@@ -31,9 +31,9 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
     },
 }  # fmt: skip
 """Accuracies of the paper's networks: clean, PGD, C&W at 0.6 and at 0.8."""
-WEIGHT = 0.008  # their λ2
+WEIGHT = 0.008  # the paper's λ2
 JACOBIANS = {"at": 6.4, "at+lipreg": 4.15, "baseline": 45.2, "lipreg": 45.9}
-"""Mean Jacobian norms of its networks on CIFAR-10, from its first author's thesis."""
+"""Mean Jacobian norms of the paper's networks on CIFAR-10, from the first author's thesis."""
 PUBLISHED = {
     "cifar10": ("paper-cifar", 50_000), "cifar100": ("paper-cifar", 50_000),
     "imagenette64": ("paper-imagenet", 1_281_167),
@@ -69,22 +69,22 @@ class Deviation:
 
 
 def whole(cell: dict[str, Any], network: str, name: str) -> float | None:
-    """A column of ``WHOLE`` for a cell's best or final network."""
+    """Return a column of ``WHOLE`` for a cell's best or final network."""
     return cell.get("training", {}).get(network, {}).get(WHOLE[name][0])
 
 
 def attacked(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells whose networks were attacked after training."""
+    """Return the cells whose networks were attacked after training."""
     return [cell for cell in cells if "pgd" in cell["final"]]
 
 
 def plain(cell: dict[str, Any]) -> bool:
-    """Whether it was trained without attacks; then its accuracy under attack is zero."""
+    """Whether the network was trained without attacks; its accuracy under attack is then zero."""
     return filled(cell["settings"])["attack"] == 0
 
 
 def data(cell: dict[str, Any]) -> str:
-    """The name of a cell's data set."""
+    """Return the name of a cell's data set."""
     return str(cell.get("settings", {}).get("data", "")).removeprefix("packed-")
 
 
@@ -100,16 +100,16 @@ def seeds(count: int) -> str:
 
 
 def rates(chosen: Settings, steps: int) -> float:
-    """The sum of the learning rate over all steps of a training."""
+    """Return the sum of the learning rate over all steps of a training."""
     return math.fsum(chosen.learning_rate(step, steps) for step in range(steps))
 
 
 def dose(cell: dict[str, Any]) -> float | None:
-    """How much a penalty could act: the sum of the learning rate over steps, the paper's being 1.
+    """Return the sum of the learning rate over all steps, relative to the paper's.
 
-    Every step moves the weights along the penalty's gradient by learning rate times λ2, so two
-    trainings with the same λ2 and different sums do not get the same regularization. ``None`` for
-    data the paper does not have.
+    It measures how far a penalty could act: every step moves the weights along the penalty's
+    gradient by learning rate times λ2, so two trainings with the same λ2 and different sums do not
+    get the same regularization. The result is ``None`` for data that the paper does not use.
     """
     if data(cell) not in PUBLISHED:
         return None
@@ -120,7 +120,7 @@ def dose(cell: dict[str, Any]) -> float | None:
 
 
 def jacobian_ratio(group: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
-    """Mean Jacobian norm of the final networks of one arm over that of another."""
+    """Return the mean Jacobian norm of one arm's final networks divided by another arm's."""
     one, two = (
         statistics.fmean(cell["final"]["jacobian_norms"]["mean"] for cell in cells)
         for cells in (group, other)
@@ -131,7 +131,7 @@ def jacobian_ratio(group: list[dict[str, Any]], other: list[dict[str, Any]]) -> 
 def _paired(
     group: list[dict[str, Any]], other: list[dict[str, Any]], network: str, entry: Entry
 ) -> Tensor | None:
-    """Differences of outcomes, ``(seeds, images)``, over the seeds that both arms have."""
+    """Return differences of outcomes, ``(seeds, images)``, for the seeds that both arms have."""
     others = {cell["seed"]: cell for cell in other}
     gaps: list[Tensor] = []
     for cell in group:
@@ -150,10 +150,10 @@ def difference(
     entry: Entry,
     deviation: Deviation | None = None,
 ) -> dict[str, Any] | None:
-    """The mean difference image by image over common seeds, its interval, and each seed's own.
+    """Return the mean paired difference over common seeds, its interval, and each seed's value.
 
-    The 95 % interval takes images and seeds as drawn at random. One seed says nothing about other
-    seeds: its interval counts the images, and the seeds by ``deviation`` if that is known.
+    The 95 % interval treats images and seeds as random samples. One seed says nothing about other
+    seeds: its interval includes the images, and the seeds by ``deviation`` if that is known.
     """
     table = _paired(group, other, network, entry)
     if table is None:
@@ -171,7 +171,7 @@ def whole_difference(
     name: str,
     deviation: Deviation | None = None,
 ) -> dict[str, Any] | None:
-    """The same on all test images, of which only the accuracy is recorded.
+    """Return the same for all test images, of which only the accuracy is recorded.
 
     How much the images contribute to the interval is therefore estimated from those that were
     attacked one by one. The contributions of seeds and images are added as squares, each with its
@@ -201,11 +201,11 @@ def _gap(middle: float, reach: float, seeds: list[float]) -> dict[str, Any]:
 
 
 def _reach(table: Tensor) -> float:
-    """Half of the interval of the mean of ``(seeds, images)``, two crossed random effects.
+    """Return half the interval of the mean of ``(seeds, images)``, two crossed random effects.
 
-    The variance is the mean squares of seeds and images less that of their interaction, and the
-    degrees of freedom are Satterthwaite's. Where the seeds differ by more than the images explain,
-    the interval is at least as wide as that of the seeds' means alone.
+    The variance is the mean squares of seeds and images minus that of their interaction, and the
+    degrees of freedom are Satterthwaite's. If the seeds differ by more than the images explain, the
+    interval is at least as wide as that of the seeds' means alone.
     """
     seeds, images = table.shape
     if images < 2:
@@ -228,14 +228,14 @@ def _reach(table: Tensor) -> float:
 
 
 def _student(variance: float, degrees: float) -> float:
-    """Half of the 95 % interval of a mean with this variance."""
+    """Return half the width of the 95 % interval of a mean with this variance."""
     return float(stdtrit(degrees, 0.975)) * math.sqrt(variance)
 
 
 def held(cell: dict[str, Any], clean: bool = False) -> float | None:
-    """Accuracy on held-out images, under PGD or clean, averaged over the last five epochs.
+    """Return the accuracy on held-out images, under PGD or clean, over the last five epochs.
 
-    Every seed holds out other images: compare networks of the same seed.
+    Every seed holds out other images, so only networks of the same seed can be compared.
     """
     name = "held_out_accuracy" if clean else "held_out_pgd_accuracy"
     values = [epoch[name] for epoch in cell["epochs"][-5:]]
@@ -243,7 +243,7 @@ def held(cell: dict[str, Any], clean: bool = False) -> float | None:
 
 
 def peak(cell: dict[str, Any]) -> float | None:
-    """The highest accuracy of all epochs under PGD on held-out images."""
+    """Return the highest accuracy of all epochs under PGD on held-out images."""
     values = [epoch["held_out_pgd_accuracy"] for epoch in cell["epochs"]]
     return max(values) if None not in values else None
 
@@ -254,14 +254,14 @@ Pair = tuple[str, str]
 def against(
     cells: list[dict[str, Any]], deviations: Mapping[str, Deviation] | None = None
 ) -> dict[Pair, dict[str, dict[str, Any]]]:
-    """Arm and reference → column → difference of their final networks, where both were attacked.
+    """Return arm and reference → column → difference of their attacked final networks.
 
     The reference is ``at``, and every other arm of plain adversarial training whose changes to
-    ``at`` (another weight decay, for example) the arm has too.
+    ``at`` (another weight decay, for example) the arm also has.
 
     Args:
         cells: The cells of one tier.
-        deviations: What :func:`pooled` found, for arms with one seed.
+        deviations: Result of :func:`pooled`, for arms with one seed.
     """
     deviations = deviations or {}
     groups = grouped(attacked(cells))
@@ -294,11 +294,11 @@ def against(
 
 
 def pooled(tiers: Iterable[list[dict[str, Any]]]) -> dict[str, Deviation]:
-    """Column → deviation over seeds of the differences from ``at``, pooled over all tiers.
+    """Return column → deviation over seeds of differences from ``at``, pooled over all tiers.
 
     Only arms with at least ``SEEDS`` seeds count. All arms of a tier are compared with the same
-    ``at``: their differences are correlated by about a half, so k arms together have the degrees of
-    freedom of k / (1 + (k − 1) / 4) independent ones.
+    ``at``. Their differences have a correlation of about a half, so k arms together have the
+    degrees of freedom of k / (1 + (k − 1) / 4) independent ones.
     """
     spread: dict[str, float] = {}
     degrees: dict[str, float] = {}
@@ -322,12 +322,12 @@ def pooled(tiers: Iterable[list[dict[str, Any]]]) -> dict[str, Deviation]:
 
 
 def paper_arms(cell: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Arm → accuracies of the paper's network on this cell's data."""
+    """Return arm → accuracies of the paper's network on this cell's data."""
     return PAPER.get(data(cell), {})
 
 
 def paper_gaps(cell: dict[str, Any]) -> dict[str, float]:
-    """Column → the paper's difference from its AT, for this cell's arm, λ2 and data."""
+    """Return column → the paper's difference from its AT, for this cell's arm, λ2 and data."""
     rows = paper_arms(cell)
     arm, weight = cell["settings"]["arm"], cell["settings"]["penalty_weight"]
     if arm not in rows or arm == "at" or weight != WEIGHT:
@@ -338,7 +338,7 @@ def paper_gaps(cell: dict[str, Any]) -> dict[str, float]:
 
 
 def verdict(gap: dict[str, Any], paper: float) -> str:
-    """How a measured difference compares with the paper's.
+    """Describe how a measured difference compares with the paper's.
 
     Example:
         >>> verdict({"low": 0.01, "high": 0.03, "seeds": [0.01, 0.02, 0.03]}, 0.1)
@@ -357,16 +357,16 @@ def verdict(gap: dict[str, Any], paper: float) -> str:
 
 
 def colors_of(labels: Iterable[str]) -> dict[str, str]:
-    """Arm → its colour, the same in every figure; ``at`` and ``baseline`` are grey."""
+    """Return arm → colour, the same in every figure; ``at`` and ``baseline`` are grey."""
     grey = {"at": "#333333", "baseline": "#aaaaaa"}
     others = [label for label in dict.fromkeys(labels) if label not in grey]
     return {**grey, **{label: f"C{i % 10}" for i, label in enumerate(others)}}
 
 
 def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
-    """Draw every tier: differences with intervals, the paper's hollow; accuracies and bounds.
+    """Draw the differences of every tier with intervals, and its accuracies against its bounds.
 
-    A tier without AT has no differences: its accuracies are drawn beside the paper's.
+    Hollow markers are the paper's. A tier without AT shows accuracies instead of differences.
     """
     tiers = {name: attacked(cells) for name, cells in tiers.items() if attacked(cells)}
     count = max(1, len(tiers))

@@ -1,7 +1,7 @@
-"""The 17 networks of the paper's efficiency table, by the shapes of their layers.
+"""The shapes of the layers of the 17 networks in the paper's efficiency table.
 
-``python -m lipbound.paper.networks`` writes the table from torchvision's definitions; the
-table itself lies in the package, so that nothing here needs torchvision to be installed.
+``python -m lipbound.paper.networks`` writes the table of shapes from torchvision's definitions. The
+package contains this table, so torchvision need not be installed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ FIELDS = (
 
 
 def table() -> dict[str, Any]:
-    """Name → the shapes of its convolutions, BatchNorms and Linear layers, in order."""
+    """Return name → shapes of the convolutions, BatchNorms and Linear layers, in order."""
     text = resources.files("lipbound").joinpath("data/networks.json").read_text()
     return json.loads(text)["networks"]
 
 
 class Layers(nn.Module):
-    """A network's layers side by side, He-initialised: it cannot be run, only measured.
+    """The He-initialised layers of a network, without its forward: it can only be measured.
 
     Attributes:
-        names: Of the convolutions, in torchvision's network.
-        inputs: Their spatial input sizes.
+        names: Names of the convolutions in torchvision's network.
+        inputs: Spatial input sizes of the convolutions.
     """
 
     def __init__(self, name: str, seed: int = 0):
@@ -62,7 +62,7 @@ class Layers(nn.Module):
 
 
 def shapes(model: nn.Module) -> dict[str, Any]:
-    """The shapes of a runnable model's layers, and the input size of each convolution."""
+    """Return the shapes of a runnable model's layers, and each convolution's input size."""
     sizes = input_shapes(model, INPUT)
     modules = dict(model.named_modules())
     return {

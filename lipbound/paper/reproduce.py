@@ -1,7 +1,7 @@
-"""Reproduce a table or figure of the paper: compute → record → report.
+"""Reproduce a table or figure of the paper in three steps: compute → record → report.
 
-The record holds what was measured, with the seed and the machine, and the paper's numbers, which
-are the module's; the report and the figure are made from these and from nothing else.
+The record holds the measurements, the seed and the machine. The module of the experiment holds the
+paper's numbers. The report and the figure are made from these two alone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lipbound.paper.request import Request
 
 
 class Experiment(Protocol):
-    """A module of this package."""
+    """The interface of an experiment's module."""
 
     def compute(self, request: Request) -> dict[str, Any]:
-        """The record."""
+        """Compute the record."""
 
     def report(self, record: dict[str, Any]) -> str:
         """Markdown."""
@@ -30,14 +30,14 @@ EXPERIMENTS: dict[str, Any] = {
     "fig1": fig1, "fig2": fig2, "table1": table1, "table4": table4, "table2": table2, "fig3": fig3,
     "table3": table3,
 }  # fmt: skip
-"""Name → module."""
+"""Name of the experiment → its module."""
 TRAININGS = ("table2", "fig3", "table3")
 TAKES = {
     "weights": ("fig1", "fig2", "table1"), "tier": ("table2", "fig3"),
     "device": ("table1", "table4", *TRAININGS),
     **dict.fromkeys(("folder", "only", "minutes"), TRAININGS),
 }  # fmt: skip
-"""What is asked for → names that heed it."""
+"""Option of a request → experiments that use it."""
 
 
 def run(name: str, request: Request) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def run(name: str, request: Request) -> dict[str, Any]:
 
 
 def write_figure(record: dict[str, Any], folder: Path) -> Path | None:
-    """Draw the record's figure, if it has one."""
+    """Draw the record's figure, if the experiment has one."""
     from lipbound.report.figures import canvas
     from lipbound.report.figures import save as save_figure
 
@@ -72,7 +72,7 @@ def write_figure(record: dict[str, Any], folder: Path) -> Path | None:
 
 
 def report(record: dict[str, Any]) -> str:
-    """The experiment as Markdown, with where it comes from."""
+    """Return the experiment's report as Markdown, with its provenance."""
     text = EXPERIMENTS[record["experiment"]].report(record)
     tiny = " --tiny" if record["tiny"] else ""
     origin = f"`lipbound reproduce {record['experiment']}{tiny}` on {', '.join(record['weights'])}"
@@ -82,7 +82,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def save(record: dict[str, Any], folder: Path) -> Path:
-    """Write the record as JSON, and its report beside it."""
+    """Write the record as JSON, and its report in the same folder."""
     path = folder / f"{record['experiment']}.json"
     write(path, (json.dumps(record) + "\n").encode())
     write(path.with_suffix(".md"), report(record).encode())

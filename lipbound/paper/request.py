@@ -1,4 +1,4 @@
-"""What is asked of an experiment."""
+"""Options for computing an experiment."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def unseen(title: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Request:
-    """How to compute an experiment.
+    """Options for computing an experiment.
 
     Attributes:
-        tiny: In seconds, only to see that it works.
-        weights: Trained networks' files, where kernels are wanted.
-        out: Folder of records, figures and training runs.
-        folder: Where image data lies.
-        tier: Which of a table's trainings; all that are known without it.
-        only: Arms, if not all.
-        minutes: After which no training goes on.
-        device: ``cpu`` or ``cuda``; the GPU if there is one.
-        say: Is told what is being done.
-        watch: Shows a training of that name.
+        tiny: Whether to run a version that takes seconds and only shows that the program works.
+        weights: Weights files of trained networks, for experiments on kernels.
+        out: Folder for records, figures and training runs.
+        folder: Folder of the image data.
+        tier: Tier of the table to train; all tiers by default.
+        only: Arms to train; all arms by default.
+        minutes: Minutes after which training stops.
+        device: ``cpu`` or ``cuda``; by default the GPU if there is one.
+        say: Called with a message when something begins.
+        watch: Called with the name of a training, to show its progress.
     """
 
     tiny: bool = False

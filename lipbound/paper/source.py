@@ -1,4 +1,4 @@
-"""Trained kernels for the experiments: from weights files, or the embedded network's."""
+"""Trained kernels for the experiments, from weights files or from the embedded network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def trained_layers(weights: Sequence[Path]) -> list[tuple[str, Tensor]]:
-    """Kernels of two spatial axes by name, float64; the embedded network's without files."""
+    """Return names and float64 kernels with two spatial axes; without files the embedded ones."""
     found: list[tuple[str, Tensor]] = []
     for path in weights:
         state = read_weights(path)
@@ -28,19 +28,19 @@ def trained_layers(weights: Sequence[Path]) -> list[tuple[str, Tensor]]:
 
 
 def wide_layers(weights: Sequence[Path], inputs: int, wanted_by: str) -> list[tuple[str, Tensor]]:
-    """Those with so many input channels or more that are larger than a point."""
+    """Return kernels larger than 1×1 with at least ``inputs`` input channels."""
     known = trained_layers(weights)
     found = [(n, k) for n, k in known if max(k.shape[2:]) > 1 and k.shape[1] >= inputs]
     if not found:
         raise ValueError(
-            f"{', '.join(str(path) for path in weights)}: no kernel of two axes, larger than "
-            f"1×1, with {inputs} or more input channels; {wanted_by} wants some"
+            f"{', '.join(str(path) for path in weights)}: no kernel with two spatial axes, larger "
+            f"than 1×1, and at least {inputs} input channels; {wanted_by} needs one"
         )
     return found
 
 
 def spread(items: list[Item], count: int) -> list[Item]:
-    """So many of them, evenly over the list."""
+    """Return ``count`` items, evenly spaced over the list."""
     if len(items) <= count:
         return items
     step = (len(items) - 1) / max(1, count - 1)
@@ -48,11 +48,11 @@ def spread(items: list[Item], count: int) -> list[Item]:
 
 
 def strongest(kernel: Tensor) -> int:
-    """The output channel of the largest weights."""
+    """Return the output channel with the largest weights."""
     return int(kernel.flatten(1).norm(dim=1).argmax())
 
 
 def row(kernel: Tensor, inputs: int) -> Tensor:
-    """That output channel alone, and its first input channels."""
+    """Return the kernel of that output channel and its first ``inputs`` input channels."""
     index = strongest(kernel)
     return torch.clone(kernel[index : index + 1, :inputs])

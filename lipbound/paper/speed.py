@@ -1,20 +1,20 @@
-r"""Whole networks: LipBound and its gradient beside what a user would run instead, in one run.
+r"""Time LipBound and its gradient on whole networks, compared with the alternatives.
 
-Contenders on the same He-initialised weights, all of them float32:
+The contenders run in one process on the same He-initialised weights, all in float32:
 
-* ``lipbound``: our penalty, value alone, convolutions only, certified, on its default grid
+* ``lipbound``: the value of our certified penalty for the convolutions alone, on its default grid
   (32 points per unit of degree);
 * ``direct``: the polynomials on a 10×10 grid, one product of the taps with cosines and one with
-  sines per layer, as the authors' published code does it; 1×1 kernels by their norm;
+  sines per layer, as in the authors' published code; 1×1 kernels by their norm;
 * ``power``: ten power iterations on each layer at its real stride and input size;
 * ``gram``: Gram iteration, five products on a 10×10 grid (60 points of it);
 * ``lipbound_gradient``: our penalty of the whole network (convolutions, BatchNorm, hidden Linear
   layers), value and gradient added to ``.grad``; ``lipbound_autograd``: through ``backward()``;
 * ``direct_gradient``: the direct evaluation of the convolutions with ``backward()``;
 * ``sgd``: one fused SGD step with momentum over all parameters of the network;
-* ``floor``: the convolutions' bytes over the read bandwidth measured in this run.
+* ``floor``: the convolutions' bytes divided by the read bandwidth measured in this run.
 
-A time is the median over repeats of (calls between two synchronizations) / calls, warmed up.
+A time is the median over repeats of (time between two synchronizations) / calls, after a warm-up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAMPLES, ITERATIONS = 10, 10
 
 
 class Direct:
-    """LipBound by evaluating every polynomial on the grid."""
+    """LipBound by direct evaluation of every polynomial on the grid."""
 
     def __init__(self, kernels: Sequence[Tensor]):
         self.kernels = kernels
@@ -71,7 +71,7 @@ class Direct:
 
 
 def power_method(layers: Sequence[nn.Conv2d], starts: Sequence[Tensor]) -> Tensor:
-    """Ten products with each layer and its transpose, at its input size."""
+    """Run ten power iterations on each layer, at its input size."""
     values = []
     for layer, start in zip(layers, starts, strict=True):
         vector, weight = start, layer.weight
@@ -92,7 +92,7 @@ def power_method(layers: Sequence[nn.Conv2d], starts: Sequence[Tensor]) -> Tenso
 
 
 def gram_iteration(kernel: Tensor, iterations: int = 5) -> Tensor:
-    """Delattre et al. (2023) as published: float32, strides ignored, an estimate."""
+    """Run Gram iteration (Delattre et al. 2023) as published: an estimate that ignores strides."""
     symbol = torch.fft.rfft2(kernel, s=(SAMPLES, SAMPLES)).permute(2, 3, 0, 1).flatten(0, 1)
     product = symbol if symbol.shape[-2] <= symbol.shape[-1] else symbol.mH
     logarithm = torch.zeros(len(product), device=kernel.device)
@@ -106,7 +106,7 @@ def gram_iteration(kernel: Tensor, iterations: int = 5) -> Tensor:
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int = 11) -> float:
-    """Median over repeats; several calls a repeat where one is short."""
+    """Return the median time of a call over repeats; short calls are repeated in a loop."""
 
     def timed(calls: int) -> float:
         _synchronize(device)
@@ -125,7 +125,7 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int =
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a millisecond that a sum over a large buffer reads."""
+    """Return the bytes per millisecond that a sum over a large buffer reads."""
     size = (1 << 30) if device.type == "cuda" else (1 << 27)
     buffer = torch.ones(size // 4, device=device)
     return size / milliseconds(lambda: buffer.sum(), device)
@@ -134,7 +134,7 @@ def bandwidth(device: torch.device) -> float:
 def measure(
     name: str, device: torch.device, methods: Sequence[str], per_ms: float
 ) -> dict[str, Any]:
-    """One network's record."""
+    """Measure one network and return its record."""
     network = Layers(name).to(device)
     layers: list[nn.Conv2d] = list(network.convolutions)  # type: ignore[arg-type]
     kernels = [layer.weight for layer in layers]
@@ -189,11 +189,11 @@ def _linear(network: Layers) -> type | tuple[()]:
 
 
 def _agreement(penalty: Penalty, network: nn.Module) -> dict[str, float]:
-    """How far value and gradient are from the plain twin's by autograd, relative.
+    """Return the relative differences of value and gradient from plain PyTorch with autograd.
 
-    Where two grid points of a row have the same energy up to rounding, either is a maximizer and
-    the gradients differ: such rows are counted (``ties``, with the gap between the energies) and
-    left out of the gradient's difference.
+    If two grid points of a row have the same energy up to rounding, either is a maximizer and the
+    gradients differ. Such rows are counted (``ties``, with the gap between the energies) and left
+    out of the gradient's difference.
     """
     for parameter in network.parameters():
         parameter.grad = None
@@ -217,7 +217,7 @@ def _agreement(penalty: Penalty, network: nn.Module) -> dict[str, float]:
 
 
 def _ties(penalty: Penalty) -> tuple[dict[Tensor, Tensor], float]:
-    """Weight → rows whose maximizer is another one than the twin's; their largest relative gap."""
+    """Return weight → rows whose maximizer differs from plain PyTorch's, and the largest gap."""
     fused = getattr(penalty._terms, "_fused", None)
     tied: dict[Tensor, Tensor] = {}
     gap = 0.0
@@ -245,10 +245,10 @@ METHODS = (
 def speed(
     names: Sequence[str] = NAMES, device: str | None = None, methods: Sequence[str] = METHODS
 ) -> Iterator[dict[str, Any]]:
-    """Records, one per network, each measured when asked for.
+    """Yield one record per network, measured when it is requested.
 
     Raises:
-        ValueError: At once, naming an unknown network, method or device.
+        ValueError: Before any measurement, if a network, method or device is unknown.
     """
     for kind, chosen, known in (("network", names, NAMES), ("method", methods, METHODS)):
         for name in chosen:
@@ -274,7 +274,7 @@ def _records(
 
 
 def processor(device: torch.device) -> str:
-    """What a record says of where its times were measured."""
+    """Return the name of the processor for a record."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.get_num_threads()} CPU threads, {platform.machine()}"

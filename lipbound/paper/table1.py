@@ -1,8 +1,8 @@
-"""Table 1: what each method says of σ1, as a ratio, on trained kernels, and on whole layers.
+"""Table 1: the ratio of each method's value to σ1, on trained kernels and on whole layers.
 
-The paper took kernels with one output channel (1×3×3 and 32×3×3), where LipBound equals
-sup σ1(F). Here also the layers they come from, with all output channels. σ1 by ARPACK at 32×32.
-Ratios are of float64 kernels on the CPU; times are of float32 ones, on the GPU if there is one.
+The paper used kernels with one output channel (1×3×3 and 32×3×3), where LipBound equals sup σ1(F).
+We add the layers they come from, with all output channels. ARPACK computes σ1 at 32×32 inputs.
+Ratios are for float64 kernels on the CPU; times are for float32 ones, on the GPU if there is one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ PAPER = {
     "32×3×3": {"sedghi": (0.666, 0.123, 1729), "singla": (1.441, 0.188, 1.9),
                "farnia_10": (0.972, 0.004, 4.93), "polygrid": (0.984, 0.021, 0.63)},
 }  # fmt: skip
-"""Ratio, its deviation, and milliseconds on a Tesla V100."""
-TIMED = 6  # kernels of a group
+"""The paper's ratio, its standard deviation, and its milliseconds on a Tesla V100."""
+TIMED = 6  # number of kernels per group that are timed
 
 
 def compute(request: Request) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def compute(request: Request) -> dict[str, Any]:
     if len(layers) < 2 or len(wide) < 2:
         raise ValueError(
             f"{', '.join(str(path) for path in request.weights)}: {len(layers)} kernels of 3×3, "
-            f"{len(wide)} of them with 32 or more input channels; table1 wants two at least"
+            f"{len(wide)} of them with 32 or more input channels; table1 needs at least two"
         )
     groups: dict[str, list[Tensor]] = {
         "1×3×3": [row(k, 1) for _, k in spread(layers, count)],
@@ -107,15 +107,15 @@ def report(record: dict[str, Any]) -> str:
     n = record["input_size"]
     return f"""## Table 1: the methods on trained kernels
 
-Ratios to σ1 at {n}×{n} inputs, mean ± standard deviation; below 1 the method understates.
-Milliseconds are medians of one kernel alone, float32, on {record["timed_on"]} (the paper's: Tesla
-V100). A kernel alone is mostly the launching of short operations, for LipBound as for the bracket;
-both are made to take a network's layers together (Table 4 times LipBound so).
+Ratios to σ1 at {n}×{n} inputs are means ± standard deviations. Below 1 a method underestimates σ1.
+Times are medians for a single float32 kernel on {record["timed_on"]}; the paper used a Tesla V100.
+For LipBound and the bracket, most of this time is the launch of short operations. Both are designed
+to process all layers of a network together, and Table 4 times LipBound in this way.
 
 {body}
 
-What the paper reports for Sedghi et al. is not what their formula gives: that is exact for circular
-padding, and close here. On kernels with one output LipBound is sup σ1(F) up to its grid. On whole
-layers it is not: there it is a sum over the output channels, and the bracket is the only certified
-answer near 1.
+The formula of Sedghi et al. does not give the ratios that the paper reports for it: it is exact for
+circular padding, and close to σ1 here. On kernels with one output channel LipBound equals sup σ1(F)
+up to its grid. On whole layers it is a sum over the output channels, and the bracket is the only
+certified method with ratios near 1.
 """

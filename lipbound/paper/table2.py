@@ -1,7 +1,7 @@
 """The paper's robustness table on CIFAR: six kinds of training under PGD, C&W and AutoAttack.
 
 The paper trains WRN-28-10 for 200 epochs. Our tiers are smaller: none has the paper's network, data
-and number of steps together. Differences are paired: the same images, the same seeds.
+and number of steps together. Differences are paired: they use the same images and the same seeds.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def compute(request: Request) -> dict[str, Any]:
 
 
 def by_tier(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Tier → its cells in the tier's order of arms and seeds; pilots come last."""
+    """Return tier → cells in the tier's order of arms and seeds; pilots come last."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name, tier in sorted(ALL.items(), key=lambda item: item[1].pilot):
         places = {label: place for place, label in enumerate(tier.arms)}
@@ -200,7 +200,7 @@ def by_tier(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def without_pilots(tiers: dict[str, Any]) -> dict[str, Any]:
-    """The tiers that figures show; pilots only if there is nothing else."""
+    """Return the tiers that figures show; pilots are included only if there are no others."""
     return {name: tiers[name] for name in tiers if not ALL[name].pilot} or tiers
 
 
@@ -214,7 +214,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def details(tiers: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The paper's table, how the intervals were made, the figure, and the tables of every tier."""
+    """Return the paper's table, the method of the intervals, the figure and all tiers' tables."""
     deviations = pooled(tiers.values())
     drawn = "![Differences between the arms, with intervals](table2.svg)\n"
     parts = [f"{_paper()}\n{_intervals(deviations)}\n{drawn}"]
@@ -227,11 +227,11 @@ def details(tiers: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def doses(tiers: Mapping[str, list[dict[str, Any]]], more: list[list[str]] | None = None) -> str:
-    """What the paper's regularizer did at which dose, one line for each tier.
+    """Return the effect of the paper's regularizer and its dose, one line for each tier.
 
     Args:
-        tiers: What :func:`by_tier` found.
-        more: Further rows.
+        tiers: Result of :func:`by_tier`.
+        more: Further rows of the table.
     """
     deviations, rows = pooled(tiers.values()), []
     for name, cells in tiers.items():
@@ -265,7 +265,7 @@ def doses(tiers: Mapping[str, list[dict[str, Any]]], more: list[list[str]] | Non
 
 
 def dosed(own: list[dict[str, Any]], at: list[dict[str, Any]]) -> list[str]:
-    """The dose, the Jacobian ratio, and the accuracies in training of ``at`` and of the arm."""
+    """Return dose, Jacobian ratio, and the accuracies in training of ``at`` and of the arm."""
     fitted = [
         _shown([statistics.fmean(cell["epochs"][-1]["train_accuracy"] for cell in cells)])
         for cells in (at, own)
@@ -274,7 +274,7 @@ def dosed(own: list[dict[str, Any]], at: list[dict[str, Any]]) -> list[str]:
 
 
 def _intervals(deviations: Mapping[str, Deviation]) -> str:
-    """How the intervals were made."""
+    """Describe how the intervals are computed."""
     known = ", ".join(f"{100 * one.value:.1f} for {name}" for name, one in deviations.items())
     one = (
         "One seed says nothing about other seeds. Its interval is therefore widened by the "
@@ -294,8 +294,8 @@ def _intervals(deviations: Mapping[str, Deviation]) -> str:
 
 
 def _arms(tier: Tier, named: Collection[str]) -> str:
-    """What the labels stand for, and how long the attacks search."""
-    told = {"arm", "penalty_weight"}  # by the label
+    """Describe the labels of the arms and the budgets of the attacks."""
+    told = {"arm", "penalty_weight"}  # the label says these
     meant = [
         f"- `{label}` is `{arm['arm']}` with "
         + ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
@@ -336,14 +336,14 @@ def _shown(found: list[float | None], scale: float = 100, digits: int = 1) -> st
 
 
 def smooth(networks: list[dict[str, Any]]) -> list[str]:
-    """The certified bound, and the median of the Jacobians' norms."""
+    """Return the certified bound and the median norm of the Jacobians."""
     bounds = [network["log10_lipschitz"]["upper"] for network in networks]
     norms = [network["jacobian_norms"]["quantiles"][3] for network in networks]
     return [_shown(bounds, 1), _shown(norms, 1, 2)]
 
 
 def _table(cells: list[dict[str, Any]]) -> str:
-    """Accuracies of the final and the best networks."""
+    """Return the table of accuracies of the final and the best networks."""
     cells, rows = attacked(cells), []
     for kind in ("final", "best"):
         for label, group in grouped(cells).items():
@@ -351,7 +351,7 @@ def _table(cells: list[dict[str, Any]]) -> str:
             columns = [_shown([e["accuracy"] for e in found if e]) for found in entries]
             columns += [_shown([whole(cell, kind, name) for cell in group]) for name in WHOLE]
             rows.append([label, kind, str(len(group)), *columns])
-    if "at" not in grouped(cells):  # the paper's stand in for what there is no difference from
+    if "at" not in grouped(cells):  # compare with the paper's arms instead
         for arm, values in paper_arms(cells[0]).items():
             shown = [f"{100 * value:.1f}" for value in values]
             rows.append([f"*the paper's {arm}*", "", "", *shown, *[""] * (len(GAPS) - len(shown))])
@@ -365,7 +365,7 @@ def _table(cells: list[dict[str, Any]]) -> str:
 
 
 def _automatic(cells: list[dict[str, Any]]) -> str:
-    """On how many images AutoAttack was run, and PGD's accuracy on these."""
+    """Return the number of images of AutoAttack, and PGD's accuracy on these."""
     few = {e["images"] for cell in cells if (e := COLUMNS["AutoAttack"](cell["final"]))}
     if len(few) != 1:
         return ""
@@ -382,7 +382,7 @@ def _automatic(cells: list[dict[str, Any]]) -> str:
 
 
 def _fit(cells: list[dict[str, Any]]) -> str:
-    """How smooth the final networks are, and how they fit what they were trained on."""
+    """Return the table of bounds, Jacobians and fit of the final networks."""
     cells, rows = attacked(cells), []
     for label, group in grouped(cells).items():
         finals = [cell["final"] for cell in group]
@@ -406,12 +406,12 @@ def _fit(cells: list[dict[str, Any]]) -> str:
 
 
 def certified(final: dict[str, Any]) -> float | None:
-    """The share of images whose L2 ball of 36/255 the bound certifies."""
+    """Return the share of images whose L2 ball of radius 36/255 the bound certifies."""
     return (final.get("certified") or {}).get("0.1412", {}).get("accuracy")
 
 
 def _tried(cells: list[dict[str, Any]]) -> str:
-    """Accuracy on held-out images for the penalty weights that were tried."""
+    """Return the table of accuracies on held-out images for the penalty weights tried."""
     arms = {cell["settings"]["arm"] for cell in cells if "pgd" not in cell["final"]}
     rows = []
     for cell in cells:
@@ -455,17 +455,17 @@ def _differences(cells: list[dict[str, Any]], deviations: Mapping[str, Deviation
 
 
 def gap_row(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Measured differences in the columns ``GAPS``."""
+    """Return the measured differences in the columns ``GAPS``."""
     return [gap(found[name]) if name in found else "" for name in GAPS]
 
 
 def paper_row(theirs: dict[str, float]) -> list[str]:
-    """The paper's differences in the same columns."""
+    """Return the paper's differences in the same columns."""
     return [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in GAPS]
 
 
 def gap(found: dict[str, Any]) -> str:
-    """A difference and its interval in points, bold if enough seeds exclude zero."""
+    """Return a difference and its interval in points, bold if enough seeds exclude zero."""
     text = f"{100 * found['difference']:+.1f}"
     if math.isfinite(found["high"]):
         text += f" [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"

@@ -1,4 +1,4 @@
-"""The paper's ImageNet recipe on Imagenette at 64×64: the same program, another data set.
+"""The paper's ImageNet recipe, with the same program, on Imagenette at 64×64.
 
 The paper trains ResNet-101 on ImageNet in batches of 4,096. Imagenette has ten of its classes and
 5,000 training images here. Batches have 128 images, the weights are averaged over fewer steps, and
@@ -55,7 +55,7 @@ PAPER = {
     "at+lipreg 0.0006": (0.515, 0.255, 0.121, 0.316, 0.177, 0.105),
     "at+lipreg 0.001": (0.519, 0.259, 0.123, 0.338, 0.204, 0.129),
 }  # fmt: skip
-"""Accuracies of ResNet-101 on ImageNet: clean, PGD at 0.02 and 0.031, C&W at 1, 2, 3."""
+"""The paper's ResNet-101 on ImageNet: clean, PGD at 0.02 and 0.031, C&W at 1, 2, 3."""
 COLUMNS: dict[str, Entry] = {
     "clean": lambda r: r["clean"],
     "PGD 0.02": lambda r: r["also"]["0.02"],
@@ -102,7 +102,7 @@ The paper's accuracies are those of another data set, ImageNet:
 
 
 def _dose(cells: list[dict[str, Any]]) -> str:
-    """Why the arms are not compared."""
+    """Explain why the arms are not compared."""
     share = dose(cells[0]) if cells else None
     if share is None:
         return ""

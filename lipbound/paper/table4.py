@@ -1,6 +1,6 @@
-"""The paper's efficiency table: LipBound beside the power method on 17 whole networks.
+"""The paper's efficiency table: the times of LipBound and the power method on 17 networks.
 
-``lipbound bench`` measures more; this puts its two columns beside the paper's.
+``lipbound bench`` measures more; this table compares two of its columns with the paper's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAPER = {
     "wide_resnet50_2": (113.28, 468.74), "squeezenet1_0": (18.44, 222.4),
     "squeezenet1_1": (18.26, 209.8),
 }  # fmt: skip
-"""Milliseconds of LipBound and of ten power iterations on a Tesla V100."""
+"""The paper's milliseconds of LipBound and of ten power iterations on a Tesla V100."""
 
 
 def compute(request: Request) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def compute(request: Request) -> dict[str, Any]:
 
 
 def from_bench(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same from what ``lipbound bench`` recorded."""
+    """Return the same record from the records of ``lipbound bench``."""
     return {
         "networks": {
             r["network"]: {k: r["milliseconds"][k] for k in ("lipbound", "power")} for r in records
@@ -57,11 +57,11 @@ def report(record: dict[str, Any]) -> str:
     mean, paper_mean = (math.exp(sum(map(math.log, r)) / len(r)) for r in (ours, theirs))
     return f"""## Table 4: the penalty's time
 
-Milliseconds for a whole network on {record["measured_on"]}, and the paper's on a Tesla V100; the
-power method makes ten iterations. LipBound here is our fused kernels, the power method plain
-PyTorch operations; in the paper both are the latter.
+Milliseconds for a whole network on {record["measured_on"]}, and the paper's on a Tesla V100. The
+power method makes ten iterations. Here LipBound uses our fused kernels, and the power method uses
+plain PyTorch operations. In the paper both use plain PyTorch operations.
 
 {table(["network", *heads, f"the paper: {heads[0]}", *heads[1:]], rows)}
 
-Geometric mean of the ratios: {mean:.0f}, in the paper {paper_mean:.1f}.
+The geometric mean of the ratios is {mean:.0f}, and {paper_mean:.1f} in the paper.
 """

@@ -1,9 +1,8 @@
-"""Train networks arm by arm and seed by seed, attack each, and keep a record of each.
+"""Train networks for every arm and seed, attack each network, and record the results.
 
-A *tier* is a plan of such trainings: one kind of network on one kind of data, small enough for the
-time there is, and always named by what it is. A cell of it is one arm with one seed. Its record is
-appended when the cell is done; the next call goes on with those that are missing, and with one that
-was interrupted where it was: its training by its checkpoint, its attacks by those that are over.
+A *tier* is a plan of such trainings: one network on one data set. A *cell* of a tier is one arm
+with one seed. Its record is appended when the cell is done. The next call continues with the cells
+that are missing, and resumes an interrupted cell from its checkpoint and its finished attacks.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ class Tier:
     """A plan of trainings.
 
     Attributes:
-        says: What it is, for readers.
-        common: Settings all arms share, over the preset.
-        arms: Label → settings of the arm, its name in ``ARMS`` among them.
-        seeds: Label → how many; one for arms that are not named.
-        plan: Attacks on the best and the final network.
-        images: Test images they get.
-        autoattack: How many of these AutoAttack gets, of the final network.
-        jacobians: At how many the Jacobian's norm is measured.
-        preset: A name in ``PRESETS``.
+        says: Description of the tier for the report.
+        common: Settings that all arms share, as changes to the preset.
+        arms: Label → settings of the arm, including its name in ``ARMS``.
+        seeds: Label → number of seeds; arms that are not named have one.
+        plan: Attack plan for the best and the final network.
+        images: Number of test images to attack.
+        autoattack: Number of these images that AutoAttack gets, for the final network only.
+        jacobians: Number of images at which the norm of the Jacobian is measured.
+        preset: Name of the preset in ``PRESETS``.
         also: Further radii for PGD.
-        pilot: Whether it is done only when it is asked for.
-        doubts: Whether the first seed's final network is looked at for doubts.
-        tried: Labels that are there to choose among by images held out: they are not attacked.
+        pilot: Whether the tier is run only on request.
+        doubts: Whether to look for doubts about the first seed's final network.
+        tried: Labels of arms that are compared on held-out images only, and not attacked.
     """
 
     says: str
@@ -71,7 +70,7 @@ class Tier:
     pilot: bool = False
 
     def cells(self) -> Iterator[tuple[str, int]]:
-        """Arms and seeds; a first seed of every arm before any second one."""
+        """Yield arms and seeds, with the first seed of every arm before any second one."""
         most = max((self.seeds.get(label, 1) for label in self.arms), default=0)
         for seed in range(most):
             for label in self.arms:
@@ -94,21 +93,21 @@ def work(
     say: Say = lambda _: None,
     watch: Watch = unseen,
 ) -> list[dict[str, Any]]:
-    """Do the cells that are missing, as far as the time goes; the records of all that are done.
+    """Run the missing cells until the time is up, and return the records of all finished cells.
 
     Args:
-        name: Of the tier.
-        tier: What to do.
-        out: Folder of runs; records go to ``cells.jsonl`` in it.
-        folder: Where the data lies.
-        device: ``cpu`` or ``cuda``; the GPU if there is one.
-        minutes: After which no training goes on; no end without it.
-        only: Labels, if not all.
-        say: Is told what is being done.
-        watch: Shows a training of that name.
+        name: Name of the tier.
+        tier: The plan of trainings.
+        out: Folder of runs; its file ``cells.jsonl`` holds the records.
+        folder: Folder of the image data.
+        device: ``cpu`` or ``cuda``; by default the GPU if there is one.
+        minutes: Minutes after which training stops; no limit by default.
+        only: Labels of the arms to run; all by default.
+        say: Called with a message when something begins.
+        watch: Called with the name of a training, to show its progress.
 
     Raises:
-        ValueError: Naming an arm the tier does not have.
+        ValueError: If the tier has no arm of that name.
     """
     unknown = [label for label in only if label not in tier.arms]
     if unknown:
@@ -127,7 +126,7 @@ def work(
             and filled(before["settings"]) != as_dict(tier.settings(label, seed))
         ):
             raise ValueError(
-                f"{str(path)!r} has tier {name}, {label}, seed {seed} with other settings; give "
+                f"{str(path)!r} has tier {name}, {label}, seed {seed} with other settings; use "
                 f"another --out"
             )
         if done or (only and label not in only):
@@ -141,9 +140,9 @@ def work(
         where = out / name / f"{label.replace(' ', '-')}-{seed}"
         claim = lock(where.with_name(f"{where.name}.claim"))
         if claim is None:
-            say("another process is at it")
+            say("another process runs this cell")
             continue
-        # All cells share what is compiled for the first: steps, checks, attacks.
+        # All cells share the steps, checks and attacks that were compiled for the first one.
         with claim, torch._dynamo.config.patch(recompile_limit=64):
             shown = partial(watch, label)
             record = cell(tier, chosen, data, where, device, left, say, shown, attacked)
@@ -154,12 +153,12 @@ def work(
 
 
 def latest(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Of every cell its last record: what was only tried at first may be attacked later."""
+    """Return the last record of every cell: a cell that was only tried may be attacked later."""
     return {(r["tier"], r["label"], r["seed"]): r for r in records}
 
 
 class Stages:
-    """Passes on what is said, and keeps how long it was until the next word."""
+    """Forwards the name of each stage, and measures the time until the next stage."""
 
     def __init__(self, say: Say):
         self.say = say
@@ -170,7 +169,7 @@ class Stages:
         self.say(word)
 
     def seconds(self) -> dict[str, float]:
-        """By word, until now."""
+        """Return stage → seconds until now."""
         ends = [at for _, at in self.words[1:]] + [time.perf_counter()]
         spent: dict[str, float] = {}
         for (word, at), end in zip(self.words, ends, strict=True):
@@ -182,12 +181,12 @@ def cell(
     tier: Tier, chosen: Settings, data: Data, where: Path, device: str, left: float | None,
     say: Say, shown: Callable[[], AbstractContextManager[Watcher | None]], attacked: bool = True,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """One training and the attacks on what came of it; nothing if the time was too short.
+    """Train one network and attack it; return ``None`` if the time was too short.
 
-    Not ``attacked`` it gets its audit and its Jacobians' norms all the same.
+    If ``attacked`` is false, only the audit and the norms of the Jacobians are computed.
 
     Raises:
-        KeyboardInterrupt: If the process was asked to stop; the training has its checkpoint.
+        KeyboardInterrupt: If the process was asked to stop, after a checkpoint was written.
     """
     say = stages = Stages(say)
     start = time.perf_counter()
@@ -196,7 +195,7 @@ def cell(
             chosen, data, where, resume=True, device=device, time_limit=left, watcher=watcher
         )
     if summary["stopped"]:
-        say(f"stopped ({summary['stopped']}); the same command goes on from there")
+        say(f"stopped ({summary['stopped']}); run the same command again to continue")
         if summary["stopped"] != "time limit":
             raise KeyboardInterrupt
         return None
@@ -242,7 +241,7 @@ def cell(
 
 
 def _same(one: Trained, two: Trained) -> bool:
-    """Whether two files hold the same network: a last epoch that was the best one."""
+    """Whether two files hold the same network, because the last epoch was the best."""
     pairs = zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -251,13 +250,13 @@ def _looked_at(
     network: Trained, path: Path, device: torch.device, say: Say, images: tuple[Tensor, Tensor],
     plan: Plan, *, curves: bool = False, doubts: bool = False, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What :func:`assess` says; from ``path`` if it has said so before of the same file."""
+    """Return the record of :func:`assess`, from ``path`` if the same file was assessed before."""
     file = hashlib.sha256(network.path.read_bytes()).hexdigest()
     pixels = hashlib.sha256(images[0].contiguous().numpy().tobytes()).hexdigest()
     made = provenance(str(device))
     asked = [network.path.name, file, pixels, vars(plan), curves, doubts, options]
     asked += [made[name] for name in ("device", "torch", "lipbound")]
-    asked = json.loads(json.dumps(asked))  # as it is read again
+    asked = json.loads(json.dumps(asked))  # as JSON will return it
     for record in read(path):
         if record["asked"] == asked:
             return record["found"]

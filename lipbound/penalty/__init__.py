@@ -1,4 +1,4 @@
-"""The penalty: a sum of logarithms of layer bounds, for a training loop."""
+"""Penalty for training loops: a sum of logarithms of layer bounds."""
 
 from lipbound.penalty.penalty import Penalty
 

@@ -1,4 +1,4 @@
-"""The factors of a network's Lipschitz product: which layers a penalty sums over, and how."""
+"""Factors of a network's Lipschitz product: the layers that a penalty sums over."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Factor:
     """One layer of the product.
 
     Attributes:
-        name: As in ``model.named_modules()``.
-        layer: The module; its ``weight`` is read anew at every call, parametrized or not.
+        name: Name as in ``model.named_modules()``.
+        layer: The module. Its ``weight`` is read at every call, so it may be parametrized.
         kind: Lags of its taps; ``None`` for a BatchNorm.
-        groups: Blocks of rows; the largest counts.
-        norm: BatchNorm: the layer itself; a convolution: the one folded into its rows, if any.
-        scale: What the root of the energies is multiplied by to be a bound: widening, padding.
-        count: How often the product has this very factor (shared weights).
+        groups: Number of blocks of rows; the one with the largest sum counts.
+        norm: For a BatchNorm the layer itself; for a convolution the BatchNorm folded into it.
+        scale: Factor that turns the root of the energies into a bound: widening and padding.
+        count: Number of times the product contains this factor (shared weights).
         across: Whether the rows are the weight's input channels, the shorter side.
     """
 
@@ -44,7 +44,7 @@ class Factor:
     across: bool = False
 
     def weight(self) -> Tensor:
-        """The layer's weight; of a BatchNorm without one its running variance."""
+        """Return the layer's weight, or the running variance of a BatchNorm without weight."""
         weight: Tensor | None = weight_of(self.layer)
         return weight if weight is not None else self.layer.running_var  # type: ignore[return-value]
 
@@ -54,9 +54,9 @@ class Factor:
         return flat.transpose(0, 1) if self.across else flat
 
     def constant(self, rows: Tensor) -> tuple[float, float]:
-        """What turns the computed √Σp into a bound: a factor, and a term added to Σp.
+        """Factor of √Σp and term added to Σp that turn the computed value into a bound.
 
-        The factor covers the rounding of p, see :meth:`Lags.relative_error`, and the term the
+        The factor covers the rounding of p, see :meth:`Lags.relative_error`, and the term covers
         products that underflow.
         """
         assert self.kind is not None
@@ -78,7 +78,7 @@ def factors(
     include_batchnorm: bool | str = True,
     exclude: Exclude | Iterable[Exclude] = (),
 ) -> list[Factor]:
-    """Every convolution and BatchNorm, and every Linear but the last one, as factors.
+    """List every convolution and BatchNorm, and every Linear layer but the last, as factors.
 
     Args:
         model: The network.
@@ -90,7 +90,7 @@ def factors(
         exclude: Names (with wildcards), types, or functions of name and module.
 
     Raises:
-        ValueError: If nothing is left, or an exclusion matches nothing.
+        ValueError: If no layer is left, or an exclusion matches no layer.
     """
     if include_batchnorm not in (True, False, "folded"):
         raise ValueError(f"include_batchnorm={include_batchnorm!r} is not True, False or 'folded'")
@@ -169,16 +169,16 @@ def _matches(rule: object, name: str, module: nn.Module) -> bool:
         return isinstance(module, rule)
     if callable(rule):
         return bool(rule(name, module))
-    raise TypeError(f"exclude={rule!r} is no name, type or function of (name, module)")
+    raise TypeError(f"exclude={rule!r} is not a name, type or function of (name, module)")
 
 
 def _followers(model: nn.Module) -> dict[nn.Module, _BatchNorm]:
-    """Convolution → the BatchNorm that is the only reader of its output."""
+    """Map each convolution to the BatchNorm that is the only reader of its output."""
     try:
         graph = fx.symbolic_trace(model).graph
     except Exception as error:
         raise ValueError(
-            f"cannot see which BatchNorm follows which convolution in {type(model).__name__} "
+            f"cannot trace which BatchNorm follows which convolution in {type(model).__name__} "
             f"({error}); use include_batchnorm=True, which needs no tracing"
         ) from error
     modules = dict(model.named_modules())
@@ -198,7 +198,7 @@ def _followers(model: nn.Module) -> dict[nn.Module, _BatchNorm]:
 
 
 def _counted(found: list[Factor]) -> list[Factor]:
-    """Equal factors of shared weights become one that counts twice."""
+    """Merge equal factors of shared weights into one with a higher count."""
     seen: dict[object, int] = {}
     result: list[Factor] = []
     for factor in found:

@@ -1,4 +1,4 @@
-"""Run the Triton kernels over a network: tables of addresses, launches, a replayed graph."""
+"""Run the Triton kernels over a network, with tables of addresses and replayed graphs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from lipbound.row_energies import Lags
 from lipbound.symbols import positions
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-VIRTUAL = 4096  # elements of a row, where a layer has one tap and its rows may be cut anywhere
+VIRTUAL = 4096  # elements per row of layers with one tap, whose rows may be split anywhere
 UNROLLED = 50  # pairs of meeting taps up to which a kernel is unrolled: 3×3 has 45
-LARGEST = 1 << 13  # lags × pairs of a kernel read from tables
+LARGEST = 1 << 13  # most lags × pairs of a kernel that reads tables
 
 
 @dataclass(eq=False)
 class Launch:
-    """Layers whose taps meet alike, served by one launch of each kernel.
+    """Layers with the same pairs of meeting taps, handled by one launch of each kernel.
 
     Attributes:
-        kind: Their lags.
-        dtype: Their precision.
-        style: ``'flat'``: contiguous rows, ``'tile'``: any strides, ``'any'``: many taps.
-        programs: The factor and row of every program.
+        kind: Lags of the layers.
+        dtype: Precision of the weights.
+        style: ``'flat'`` for contiguous rows, ``'tile'`` for any strides, ``'any'`` for many taps.
+        programs: Factor and row of every program.
     """
 
     kind: Lags
@@ -86,12 +86,12 @@ class Launch:
 
 
 def served(factor: Factor) -> bool:
-    """Whether the kernels can take this layer: weights of its own, precisions they know."""
+    """Whether the kernels support this layer: its weight is a parameter of a known precision."""
     if factor.norm is not None and any(t.dtype != torch.float32 for t in _norm(factor)):
         return False
     if factor.kind is None:
         return True
-    weight = factor.layer._parameters.get("weight")  # a parametrized one is new at every call
+    weight = factor.layer._parameters.get("weight")  # a parametrized one is new at each call
     if weight is None or weight.dtype not in DTYPES:
         return False
     pairs = _pairs(factor.kind)
@@ -99,13 +99,13 @@ def served(factor: Factor) -> bool:
 
 
 class Fused:
-    """All factors of a network on one device.
+    """Evaluate all factors of a network on one device.
 
-    Built for the addresses the weights have now. The gradients' addresses may change at every
-    step and are only uploaded again.
+    The tables hold the current addresses of the weights. The addresses of the gradients may change
+    at every step and are then uploaded again.
 
     Args:
-        factors: Served ones, in any order; BatchNorms among them.
+        factors: Factors that :func:`served` accepts, in any order.
     """
 
     def __init__(self, factors: Sequence[Factor]):
@@ -116,7 +116,7 @@ class Fused:
         self._offsets: list[int] = []
         self._rows = 0
         self._launches: dict[tuple[object, ...], Launch] = {}
-        seen: dict[int, int] = {}  # weights met before: their gradients must not race
+        seen: dict[int, int] = {}  # repeated weights: their gradients must not race
         for index, factor in enumerate(factors):
             floats[index, layout.COUNT.value] = factor.count
             if factor.norm is not None:
@@ -141,7 +141,7 @@ class Fused:
         self.aimed: list[object] | None = None  # whose gradients the table points to, if known
 
     def _make_buffers(self) -> None:
-        """What the kernels write, and the two numbers they read."""
+        """Allocate the outputs of the kernels and the two numbers they read."""
         empty: dict[str, Any] = {"device": self.device, "dtype": torch.float32}
         count, rows = len(self.factors), self._rows + 1
         self.peaks = torch.zeros(rows, **empty)
@@ -154,7 +154,7 @@ class Fused:
         self._scale, self._floor = 1.0, -math.inf
 
     def _add_norm(self, factor: Factor, line: NDArray[Any], constants: NDArray[Any]) -> None:
-        """A BatchNorm, or the one folded into a convolution."""
+        """Add a BatchNorm, or the one folded into a convolution, to the tables."""
         assert factor.norm is not None
         *gamma, variance = _norm(factor)
         line[layout.GAMMA.value] = gamma[0].data_ptr() if gamma else 0
@@ -164,7 +164,7 @@ class Fused:
         constants[layout.TINY.value] = torch.finfo(torch.float32).tiny
 
     def _add_rows(self, index: int, factor: Factor, constants: NDArray[Any], wave: int) -> None:
-        """A convolution or Linear layer; ``wave`` counts how often its weight was met before."""
+        """Add a convolution or Linear layer; ``wave`` counts earlier uses of its weight."""
         assert factor.kind is not None
         weight = factor.weight().detach()
         rows = factor.rows(weight)
@@ -174,7 +174,7 @@ class Fused:
         limit = count * channels
         row_stride, channel_stride = rows.stride()[:2]
         free = taps == 1 and factor.groups == 1 and factor.norm is None
-        if free and weight.is_contiguous():  # rows may be cut anywhere
+        if free and weight.is_contiguous():  # rows may be split anywhere
             count, channels = -(-limit // VIRTUAL), VIRTUAL
             row_stride, channel_stride = VIRTUAL, 1
         self.fields[index, : layout.GROUPS.value + 1] = [
@@ -201,7 +201,7 @@ class Fused:
         return [torch.tensor(wave, dtype=torch.int32, device=self.device) for wave in waves]
 
     def value(self, log_floor: float = -math.inf) -> Tensor:
-        """Σ count · log max(bound, floor): a buffer that the next call overwrites."""
+        """Compute Σ count · log max(bound, floor) in a buffer that the next call overwrites."""
         if log_floor != self._floor:
             self.floor.fill_(log_floor)
             self._floor = log_floor
@@ -210,29 +210,29 @@ class Fused:
         return self.total
 
     def firsts(self) -> list[tuple[Factor, int]]:
-        """Convolutions, and where their rows begin in ``peaks`` and ``points``."""
+        """List factors with rows and the index of their first row in ``peaks`` and ``points``."""
         lines = zip(self.factors, self.fields[:, layout.FIRST.value].tolist(), strict=True)
         return [(factor, first) for factor, first in lines if factor.kind is not None]
 
     def aim(self, grads: Sequence[Tensor | None], gammas: Sequence[Tensor | None]) -> None:
-        """Say where the gradients are to be added.
+        """Set the tensors to which the gradients are added.
 
         Args:
-            grads: Of each factor's weight, strided like it; ``None`` leaves it out.
-            gammas: Of each factor's γ, likewise.
+            grads: Gradient of each factor's weight, with its strides; ``None`` skips the factor.
+            gammas: Gradient of each factor's γ, likewise.
         """
         self.aimed = None
         for column, tensors in ((layout.GRAD.value, grads), (layout.GAMMA_GRAD.value, gammas)):
             self.fields[:, column] = [0 if t is None else t.data_ptr() for t in tensors]
         source = torch.from_numpy(self.fields)
         if self.device.type == "cuda":
-            source = source.pin_memory()  # a copy: the next call may come before it is read
+            source = source.pin_memory()  # a copy, as the next call may come before it is read
             if torch.cuda.is_current_stream_capturing():
                 self._uploads.append(source)  # the captured copy reads it at every replay
         self.table.copy_(source, non_blocking=True)
 
     def add_gradient(self, scale: float | Tensor) -> None:
-        """After :meth:`value`: add ``scale`` times the gradient where :meth:`aim` said.
+        """Add ``scale`` times the gradient to the tensors of :meth:`aim`, after :meth:`value`.
 
         Args:
             scale: Number, or one-element tensor on the device.
@@ -271,7 +271,7 @@ class Fused:
         norms = [partial(self._norm_gradient, wave) for wave in self.norm_waves[:1]]
         first = [launch for launch in self.launches if launch not in self.again]
         self._together([*(partial(self._gradient, launch) for launch in first), *norms])
-        for launch in self.again:  # weights met before: their gradients must not race
+        for launch in self.again:  # repeated weights: their gradients must not race
             self._gradient(launch)
         for wave in self.norm_waves[1:]:
             self._norm_gradient(wave)
@@ -300,7 +300,7 @@ class Fused:
         )  # fmt: skip
 
     def _together(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Run independent launches: in a graph beside each other, else one after the other."""
+        """Run independent launches: in parallel during a capture, otherwise in sequence."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             on_streams(calls)
             return
@@ -335,7 +335,7 @@ Pairs = list[list[tuple[int, int]]]
 
 @lru_cache
 def _pairs(kind: Lags) -> Pairs:
-    """Lag by lag the taps a ≤ b that meet there."""
+    """For each lag, list the pairs of taps a ≤ b that meet there."""
     taps = kind.taps
     found: Pairs = [[] for _ in kind.vectors]
     meeting = kind.meeting().tolist()
@@ -348,14 +348,14 @@ def _pairs(kind: Lags) -> Pairs:
 
 @lru_cache
 def _meetings(kind: Lags) -> Pairs:
-    """Tap by tap those it meets, with the lag."""
+    """For each tap, list the taps it meets, with their lag."""
     taps, meeting = kind.taps, kind.meeting().tolist()
     lines = [meeting[a * taps : (a + 1) * taps] for a in range(taps)]
     return [[(b, lag) for b, lag in enumerate(line) if lag >= 0] for line in lines]
 
 
 def _flat(pairs: Pairs, first: str, second: str) -> dict[str, tuple[int, ...]]:
-    """Where each list starts, all firsts, all seconds."""
+    """Flatten the lists: their starts, all first entries, all second entries."""
     starts = np.cumsum([0, *map(len, pairs)]).tolist()
     together = [pair for part in pairs for pair in part]
     return {
@@ -366,7 +366,7 @@ def _flat(pairs: Pairs, first: str, second: str) -> dict[str, tuple[int, ...]]:
 
 
 def _padded(pairs: Pairs, side: int, device: torch.device) -> Tensor:
-    """One side of the pairs, a line per list, −1 where it is over."""
+    """One side of the pairs as a tensor, one line per list, padded with −1."""
     width = next_power_of_2(max(map(len, pairs)))
     lines = [[p[side] for p in part] + [-1] * (width - len(part)) for part in pairs]
     return torch.tensor(lines, dtype=torch.int32, device=device)

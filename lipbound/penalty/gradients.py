@@ -1,7 +1,7 @@
 """Add the gradient of a number that depends on a network's weights to their ``.grad``.
 
-By autograd, but as weight decay does: outside the loss's backward. On CUDA such a call is the same
-hundreds or thousands of small kernels every time; it is replayed as a graph where nothing moves.
+Autograd computes it outside the backward pass of the loss, as weight decay does. On CUDA a call
+launches the same many small kernels every time, so it is replayed as a graph if no tensor moves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Parts = tuple[Tensor, list[Tensor | None]]
 
 
 class Adder:
-    """Adds gradients of one number to the parameters of a model.
+    """Add the gradient of a number to the parameters of a model.
 
     Args:
         model: The network.
-        modules: Those whose ``weight`` and running variance the number depends on.
+        modules: Modules whose ``weight`` and running variance the number depends on.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
@@ -40,14 +40,14 @@ class Adder:
         depends: Sequence[object] = (),
         state: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The number, detached; ``scale`` times its gradient is added.
+        """Add ``scale`` times the gradient of the number; return the number, detached.
 
         Args:
-            number: Computes it.
-            scale: A factor; a tensor has one element.
-            repeats: Whether it does the same to the same tensors every time, without the host.
-            depends: What else it depends on.
-            state: Tensors of its own that it reads and writes in place.
+            number: Function that computes the number.
+            scale: Factor of the gradient, a number or a tensor with one element.
+            repeats: Whether every call runs the same operations on the same tensors.
+            depends: Other values that the number depends on.
+            state: Tensors that ``number`` reads and writes in place.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._look(repeats, depends, state)
@@ -61,7 +61,7 @@ class Adder:
             return value.clone()
 
     def _look(self, repeats: bool, depends: Sequence[object], state: Sequence[Tensor]) -> None:
-        """A graph is good as long as everything it reads and writes stays what and where it is."""
+        """Discard the graph if a tensor that it reads or writes has changed or moved."""
         slots = [m._parameters.get("weight", ...) for m in self.modules]
         if not repeats or ... in slots:  # a parametrized weight is new at every call
             self._graph, self._places = None, []
@@ -85,7 +85,7 @@ class Adder:
         return self._scale if same else torch.ones((), dtype=torch.float64, device=device)
 
     def _differentiated(self, number: Callable[[], Tensor]) -> Parts:
-        """The number, and the scale times its gradient."""
+        """Return the number, and the scale times its gradient."""
         with torch.enable_grad(), self._stand_ins() as leaves:
             value = number()
             if not value.requires_grad:
@@ -95,10 +95,10 @@ class Adder:
 
     @contextmanager
     def _stand_ins(self) -> Iterator[list[Tensor]]:
-        """The leaves to differentiate by. For a graph, others in the same places.
+        """Yield the leaves to differentiate by; for a graph, new tensors that share their memory.
 
-        Autograd keeps what belongs to a parameter on the stream that the loss's backward used, and
-        waiting for it would break a capture.
+        Autograd accumulates a parameter's gradient on the stream of the loss's backward pass, and
+        waiting for that stream would break a capture.
         """
         if self._graph is None:
             yield self._leaves
@@ -117,7 +117,7 @@ class Adder:
 def add_autograd_(model: nn.Module, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add the gradient of ``outputs`` to the parameters' ``.grad``, without accumulation hooks.
 
-    DistributedDataParallel listens to those and would take this for the loss's backward.
+    DistributedDataParallel uses these hooks and would take this for the loss's backward pass.
     """
     leaves = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
@@ -125,7 +125,7 @@ def add_autograd_(model: nn.Module, outputs: Sequence[Tensor], gradients: Sequen
 
 
 def _add(leaves: Sequence[Tensor], parts: Sequence[Tensor | None]) -> None:
-    """To the leaves' ``.grad``, zeros where there is none yet."""
+    """Add to the leaves' ``.grad``, which is created if it is missing."""
     grads: list[Tensor] = []
     for leaf, part in zip(leaves, parts, strict=True):
         if part is not None:

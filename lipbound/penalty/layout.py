@@ -1,4 +1,4 @@
-"""The tables that tell the fused kernels' layers apart: one line per factor."""
+"""Columns of the tables that describe the layers to the fused kernels, one line per factor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ GRAD = tl.constexpr(1)
 ROW_STRIDE = tl.constexpr(2)
 CHANNEL_STRIDE = tl.constexpr(3)
 CHANNELS = tl.constexpr(4)
-LIMIT = tl.constexpr(5)  # rows × channels, or fewer where rows are cut anywhere
-FIRST = tl.constexpr(6)  # where its rows begin in the results
-OFFSETS = tl.constexpr(7)  # where its taps' offsets begin in their table
+LIMIT = tl.constexpr(5)  # rows × channels, or fewer where rows are split anywhere
+FIRST = tl.constexpr(6)  # index of its first row in the results
+OFFSETS = tl.constexpr(7)  # index of its first tap's offset in their table
 ROW_COUNT = tl.constexpr(8)
-GROUPS = tl.constexpr(9)  # none: a BatchNorm
+GROUPS = tl.constexpr(9)  # 0 for a BatchNorm
 GAMMA = tl.constexpr(10)
 VARIANCE = tl.constexpr(11)
 GAMMA_GRAD = tl.constexpr(12)

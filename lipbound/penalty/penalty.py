@@ -1,4 +1,4 @@
-"""Σ log of the layers' bounds, for a training loop."""
+"""Penalty for training loops: Σ log of the layers' bounds."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ METHODS = (*ROWS, *FOLLOWED)
 
 
 class Terms(Protocol):
-    """What a penalty sums: count · log max(constant, floor) of each factor."""
+    """Terms of a penalty: count · log max(constant, floor) of each factor."""
 
     def logs(self, log_floor: float) -> Tensor:
-        """``(factors,)``, differentiable."""
+        """Return the terms, ``(factors,)``; differentiable."""
 
     def total(self, log_floor: float) -> Tensor:
-        """Their sum, differentiable."""
+        """Return the sum of the terms; differentiable."""
 
     def add_grad_(self, scale: float | Tensor, log_floor: float) -> Tensor:
-        """Their sum, detached; ``scale`` times its gradient is added to ``.grad``."""
+        """Add ``scale`` times the gradient of the sum to ``.grad``; return the sum, detached."""
 
 
 class Penalty:
@@ -48,8 +48,8 @@ class Penalty:
     Two ways to use it, with the same gradient:
 
     * ``loss = criterion(model(x), y) + penalty()`` and ``loss.backward()``;
-    * after ``loss.backward()``: ``penalty.add_grad_()``, which adds value and closed-form gradient
-      without autograd, as weight decay does. The cheapest way; on CUDA with Triton it is a few
+    * ``penalty.add_grad_()`` after ``loss.backward()``. This adds the closed-form gradient without
+      autograd, as weight decay does. It is the cheapest way: on CUDA with Triton it takes a few
       launches for the whole network, replayed as a graph.
 
     With a ``GradScaler`` call ``add_grad_()`` after ``scaler.unscale_(optimizer)``, or pass
@@ -57,23 +57,23 @@ class Penalty:
     wrapper; every rank adds the same gradient, so call it after ``backward``.
 
     Args:
-        model: The network. Its weights are read anew at every call; frozen ones count in the
-            value, and parametrized ones pass their gradient on.
+        model: The network. Its weights are read at every call. Frozen weights count in the
+            value, and parametrized weights pass the gradient on to their parameters.
         weight: λ; may be changed between calls.
-        method: ``'lipbound'``: certified, and fused. ``'polygrid'``: the paper's Algorithm 1 as
-            published, on an unwidened grid of 10 points per axis with strides ignored; fused.
-            ``'spectral'``: σ1 of the symbol from below, its singular vectors and frequency
-            followed from call to call. ``'power_iteration'``: σ1 at the input size, likewise
-            followed (the paper's AT+PM).
+        method: ``'lipbound'``: a certified bound, by fused kernels. ``'polygrid'``: the paper's
+            Algorithm 1 on an unwidened grid of 10 points per axis with strides ignored, by fused
+            kernels. ``'spectral'``: σ1 of the symbol, estimated from below by vectors and a
+            frequency that are kept between calls. ``'power_iteration'``: σ1 at the input size,
+            estimated likewise (the paper's AT+PM).
         include_batchnorm: ``True``: factors of their own, as in the paper. ``'folded'``: into
             the convolution before them, which is tighter. ``False``: left out.
         exclude: Layers to leave out: names (wildcards allowed; a module's name takes all inside),
             types, or functions of ``(name, module)``.
-        floor: Below this bound a layer is left alone: log max(bound, floor). Without one, and
-            without BatchNorm, a large λ drives all weights to zero.
+        floor: Layers with a bound below this are not penalized: log max(bound, floor). Without a
+            floor and without BatchNorm, a large λ drives all weights to zero.
         samples: Grid points per axis; ``None``: 32 per unit of degree, or the paper's 10.
-        iterations: Steps per call of the two followed methods.
-        input_shape: Of one input, ``(channels, *spatial)``; for ``'power_iteration'``.
+        iterations: Iterations per call of ``'spectral'`` and ``'power_iteration'``.
+        input_shape: Shape of one input, ``(channels, *spatial)``; for ``'power_iteration'``.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -101,9 +101,9 @@ class Penalty:
         if method not in METHODS:
             raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}")
         if floor is not None and not floor > 0:
-            raise ValueError(f"floor={floor!r} must be positive, 1.0 say, or None")
+            raise ValueError(f"floor={floor!r} must be positive, for example 1.0, or None")
         if not 0 <= weight < math.inf:
-            raise ValueError(f"weight={weight!r} must be a number from 0 on")
+            raise ValueError(f"weight={weight!r} must be finite and at least 0")
         self.model = model
         self.weight = weight
         self.method = method
@@ -123,7 +123,7 @@ class Penalty:
         )
 
     def __call__(self) -> Tensor:
-        """The penalty, a scalar; differentiable."""
+        """Compute the penalty, a differentiable scalar."""
         with self._in_full():
             return self.weight * self._terms.total(self.log_floor)
 
@@ -134,33 +134,33 @@ class Penalty:
             return self.weight * self._terms.add_grad_(self.weight * scale, self.log_floor)
 
     def _in_full(self) -> AbstractContextManager[Any]:
-        """Without autocast: a bound in bfloat16 is none."""
+        """Disable autocast, because a value computed in bfloat16 is not a bound."""
         layer = self.factors[0].layer
         kind = next(iter((*layer.parameters(), *layer.buffers()))).device.type
         return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
 
     @torch.no_grad()
     def bounds(self) -> dict[str, float]:
-        """Each factor's constant by the layer's name, floor not applied.
+        """Return each factor's constant by the layer's name, without the floor.
 
-        Proved for ``'lipbound'``: at least the layer's Lipschitz constant, for every input size.
-        ∞ where the weights are so large that their squares overflow. Of shared weights the first
-        layer stands for all.
+        For ``'lipbound'`` it is proved to be at least the layer's Lipschitz constant for every
+        input size. It is ∞ if squares of the weights overflow. Layers that share weights are
+        listed once, under the first name.
         """
         with self._in_full():
             logs = self._terms.logs(-math.inf).double()
         counts = torch.tensor([f.count for f in self.factors], dtype=torch.float64)
-        up = 1 + 4 * torch.finfo(torch.float32).eps * (1 + logs.abs().cpu())  # of a float32 log
+        up = 1 + 4 * torch.finfo(torch.float32).eps * (1 + logs.abs().cpu())  # for a float32 log
         values = (logs.cpu() / counts).exp() * (up if self.method == "lipbound" else 1.0)
         values = torch.where(values.isnan(), math.inf, values)  # ∞ − ∞ in a transform
         return {f.name: v for f, v in zip(self.factors, values.tolist(), strict=True)}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the followed methods remember between calls; empty for the others."""
+        """Return the state that ``'spectral'`` and ``'power_iteration'`` keep between calls."""
         return self._terms.state_dict() if isinstance(self._terms, Followed) else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from where another run stood."""
+        """Restore a state from :meth:`state_dict`."""
         if isinstance(self._terms, Followed):
             self._terms.load_state_dict(state)
 
@@ -169,7 +169,7 @@ class Penalty:
 
 
 class RowTerms:
-    """Factors from row energies: fused where the kernels can serve, plain elsewhere."""
+    """Terms from row energies, by fused kernels where possible and plain PyTorch elsewhere."""
 
     def __init__(self, model: nn.Module, found: Sequence[Factor]):
         self.model = model
@@ -218,7 +218,7 @@ class RowTerms:
 
     def _fused_add_gradient(self, fused: Fused, scale: float | Tensor) -> None:
         grads = [p.grad if p is not None and p.requires_grad else 0 for p in self._leaves]
-        # Looking at layouts would cost more than the kernels: only when a gradient is a new one.
+        # Checking layouts would cost more than the kernels, so only new gradients are checked.
         seen = [(id(g), g.data_ptr()) if isinstance(g, Tensor) else g for g in grads]
         late: list[tuple[Tensor, Tensor]] = []
         if seen != fused.aimed:
@@ -230,7 +230,7 @@ class RowTerms:
             grad.add_(part)
 
     def _look(self) -> None:
-        """Where the tensors lie: what the fused kernels serve changes when they have moved."""
+        """Build the tables of the fused kernels again if a tensor has moved."""
         tensors = [slots.get(name) for slots, name in self._slots]
         places = [0 if t is None else t.data_ptr() for t in tensors]
         if places != self._places:
@@ -260,7 +260,7 @@ class RowTerms:
 
 
 def _partition(found: list[Factor]) -> tuple[Fused | None, list[Factor]]:
-    """The fused kernels for what they can take, and the rest."""
+    """Split the factors into those for the fused kernels and the rest."""
     device = found[0].weight().device
     if device.type not in DEVICES:
         return None, found
@@ -279,7 +279,7 @@ def _named(found: Sequence[Factor], logs: Tensor) -> dict[str, Tensor]:
 
 
 def _leaves(found: Sequence[Factor]) -> list[Tensor | None]:
-    """Of each factor its own weight (a BatchNorm has none here), then its γ."""
+    """For each factor, list its weight (``None`` for a BatchNorm) and its γ."""
     leaves: list[Tensor | None] = []
     for f in found:
         leaves.append(None if f.kind is None else f.layer._parameters["weight"])
@@ -301,7 +301,7 @@ class _FusedTotal(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         fused, leaves = ctx.fused, ctx.saved_tensors
-        if fused.stamp != ctx.stamp:  # its buffers hold a later call's
+        if fused.stamp != ctx.stamp:  # its buffers hold the results of a later call
             fused.value(ctx.log_floor)
         needed = ctx.needs_input_grad[2:]
         parts = [
@@ -314,7 +314,7 @@ class _FusedTotal(torch.autograd.Function):
 
 
 def _grad(parameter: Tensor | None) -> Tensor | None:
-    """Its ``.grad``, zeros if there is none yet; ``None`` for what does not train."""
+    """Return ``.grad``, created as zeros if missing; ``None`` for a frozen parameter."""
     if parameter is None or not parameter.requires_grad:
         return None
     if parameter.grad is None:
@@ -323,7 +323,7 @@ def _grad(parameter: Tensor | None) -> Tensor | None:
 
 
 def _target(parameter: Tensor | None, late: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Where the kernels may add: the ``.grad``, or a part added later if it is laid out oddly."""
+    """Tensor for the kernels: ``.grad``, or a buffer added to it later if its layout differs."""
     grad = _grad(parameter)
     if grad is None or parameter is None:
         return None

@@ -1,6 +1,6 @@
 """The logarithms of a network's factors and their gradient in plain PyTorch.
 
-This defines what the fused kernels compute, and is what runs wherever they cannot.
+This code defines what the fused kernels compute, and runs wherever they cannot.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lipbound.runtime import widened
 def logs(found: Sequence[Factor], log_floor: float, least: torch.dtype = torch.float32) -> Tensor:
     """count · log max(bound, floor) of every factor, ``(factors,)``; differentiable.
 
-    Computed in ``least`` at least: float64 knows no TF32 and no reduced precision of products.
+    Computed at least in ``least``. Products in float64 are never reduced to TF32.
     """
     return combine(found, [log_factor(f, f.weight(), least) for f in found], log_floor)
 
 
 def combine(found: Sequence[Factor], each: Sequence[Tensor], log_floor: float) -> Tensor:
-    """The factors' logarithms, no less than the floor, times their counts."""
+    """Apply the floor to the factors' logarithms and multiply them by their counts."""
     stacked = torch.stack([log.to(each[0].dtype) for log in each]).clamp_min(log_floor)
     counts = [f.count for f in found]
     return stacked if set(counts) == {1} else stacked * stacked.new_tensor(counts)
 
 
 def log_factor(factor: Factor, weight: Tensor, least: torch.dtype = torch.float32) -> Tensor:
-    """log of the factor's bound, differentiable in its weight and γ."""
+    """Logarithm of the factor's bound, differentiable in its weight and γ."""
     if factor.kind is None:
         gains = norm_gains(factor, least).abs()
         return gains.amax().clamp_min(torch.finfo(gains.dtype).tiny).log()
@@ -53,18 +53,18 @@ def add_gradient_(
     scale: float | Tensor,
     log_floor: float,
 ) -> Tensor:
-    """log of the factor's bound; adds ``scale`` times its gradient to the tensors given.
+    """Return log of the factor's bound, and add ``scale`` times its gradient to the tensors.
 
     With Σp the energy of the largest group, ∂(½ log Σp)/∂p_i = γ_i²/(var_i + ε)/(2 Σp) in its
     rows (γ²/(var + ε) is 1 where nothing is folded in) and 0 elsewhere. The gradient of
-    max|γ|/√(var + ε) is shared by the channels that attain it. None at or below the floor.
+    max|γ|/√(var + ε) is shared by the channels that attain it. It is 0 at or below the floor.
 
     Args:
         factor: The factor.
         weight: Its weight.
-        into: Gradient of the weight; ``None`` if it does not train.
+        into: Gradient of the weight; ``None`` if the weight is frozen.
         gamma: Gradient of the BatchNorm's γ, likewise.
-        scale: What the gradient is multiplied by.
+        scale: Factor of the gradient.
         log_floor: Logarithm of the floor.
     """
     if factor.kind is None:

@@ -1,11 +1,11 @@
-r"""Follow σ1 of the layers from call to call: estimates for a loop whose weights move slowly.
+r"""Estimates of σ1 that keep their state between calls, for weights that change slowly.
 
-*Spectral.* :class:`lipbound.estimates.Climb`, at the supremum over all input sizes.
+*Spectral* uses :class:`lipbound.estimates.Climb`, for the supremum over all input sizes.
 
-*Power iteration.* :class:`lipbound.estimates.PowerIteration` at the layer's own input size.
+*Power iteration* uses :class:`lipbound.estimates.PowerIteration` at the layer's own input size.
 
-Layers of one shape go together, and batches side by side: on a GPU each is a chain of small
-kernels that leaves room for others.
+Layers of one shape form a batch. On a GPU the batches run in parallel, because each is a chain of
+small kernels.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lipbound.toeplitz import apply
 
 
 class Followed:
-    """Terms of a penalty whose convolutions are followed; BatchNorms are exact as always.
+    """Terms of a penalty that estimates convolutions from kept states; BatchNorms are exact.
 
     Args:
         model: The network.
         found: Its factors.
         method: ``'spectral'`` or ``'power_iteration'``.
-        iterations: Per call, after a longer first one.
-        input_shape: Of the network, for power iteration.
+        iterations: Number of iterations per call; the first call runs more.
+        input_shape: Input shape of the network, for power iteration.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Followed:
         else:
             if input_shape is None:
                 raise ValueError(
-                    "method='power_iteration' works at one input size; pass "
-                    "input_shape=(channels, *spatial), (3, 32, 32) say"
+                    "method='power_iteration' needs an input size; pass "
+                    "input_shape=(channels, *spatial), for example (3, 32, 32)"
                 )
             self.layers = _powers(model, self.factors, layers, input_shape)
         modules = (m for f in found for m in (f.layer, f.norm) if m is not None)
         self._add = Adder(model, [*dict.fromkeys(modules)])
 
     def logs(self, log_floor: float, in_place: bool = False) -> Tensor:
-        """``in_place``: the states of the climbs stay where they lie, for a graph."""
+        """Return the terms; ``in_place`` updates the states in place, as a graph requires."""
         found: dict[int, Tensor] = {
             i: plain.log_factor(f, f.weight()) for i, f in enumerate(self.factors) if f.kind is None
         }
@@ -85,7 +85,7 @@ class Followed:
         return self.logs(log_floor, in_place).sum()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Where the climbs stand, by layer."""
+        """Return the states of the estimates by layer."""
         return {
             f"{self.factors[layer.indices[0]].name}.{name}": tensor.clone()
             for layer in self.layers
@@ -111,7 +111,7 @@ class Followed:
 
 
 class Spectral:
-    """Equal-shaped layers of a network, followed together; the batch runs over their groups."""
+    """Layers of equal shape, estimated together; the batch runs over their groups."""
 
     def __init__(self, factors: Sequence[Factor], indices: Sequence[int]):
         self.indices = list(indices)
@@ -122,19 +122,19 @@ class Spectral:
         self.state: State | None = None
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """The taps of all near 1, differentiable, and their units."""
+        """Return the taps of all layers scaled to near 1, differentiable, and their units."""
         return self.climber.scaled(torch.cat([self._taps(i) for i in range(len(self.factors))]))
 
     @torch.no_grad()
     def climb(self, batch: Tensor, iterations: int, in_place: bool = False) -> tuple[Tensor, ...]:
-        """Left vectors, and right vectors times waves; the state is kept."""
+        """Climb and keep the state; return left vectors, and right vectors times waves."""
         state, right = self.climber.reach(batch, self.state, iterations)
         before = self.state if in_place and self.state is not None else (None, None)
         self.state = _kept(before[0], state[0]), _kept(before[1], state[1])
         return state[1], right
 
     def value(self, batch: Tensor, unit: Tensor, at: tuple[Tensor, ...]) -> Tensor:
-        """The layers' values at what was reached, differentiable in the taps."""
+        """Values of the layers for these vectors, differentiable in the taps."""
         values = (self.climber.at(batch, *at) * unit).reshape(len(self.layers), -1).amax(1)
         return values if self.repeats() else values * values.new_tensor(self.gains)
 
@@ -162,9 +162,9 @@ class Spectral:
 
 
 class Power:
-    """Power iteration on equal layers at their input size: they are the groups of one layer.
+    """Power iteration on equal layers at their input size, run as the groups of one layer.
 
-    Each does what :class:`lipbound.estimates.PowerIteration` does alone.
+    Each layer gets the result of :class:`lipbound.estimates.PowerIteration`.
     """
 
     def __init__(self, indices: Sequence[int], layers: Sequence[nn.Module], shape: Sequence[int]):
@@ -175,17 +175,17 @@ class Power:
         self.started = False
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """The kernels near 1, one after the other, differentiable, and their units."""
+        """Return the kernels scaled to near 1, stacked and differentiable, and their units."""
         kernels = torch.stack([widened(weight_of(layer)) for layer in self.layers])
         unit = power_of_two(kernels, tuple(range(1, kernels.ndim)))
         return kernels / unit.reshape(-1, *[1] * (kernels.ndim - 1)), unit
 
     @torch.no_grad()
     def climb(self, kernels: Tensor, iterations: int, in_place: bool = False) -> tuple[Tensor, ...]:
-        """Left and right vectors; the right ones are kept."""
+        """Iterate and keep the right vectors; return left and right vectors."""
         rounds = iterations if self.started else max(iterations, FIRST)
         left, right = powers(self._as_one(kernels), self.vector, len(self.layers), rounds)
-        # A zero layer maps everything to zero; the next call starts afresh from where it was.
+        # A zero layer maps everything to zero, so the previous vector is kept for the next call.
         zero = kernels.flatten(1).abs().amax(1) == 0
         now = torch.where(zero[:, None], self._each(self.vector), self._each(right))
         self.vector = _kept(self.vector if in_place else None, now.reshape(right.shape))
@@ -198,7 +198,7 @@ class Power:
         return self._each(left * apply(self._as_one(kernels), right)).sum(1) * unit
 
     def repeats(self) -> bool:
-        """Whether a call needs nothing from the host: other paddings are tables of pixels."""
+        """Whether a call needs nothing from the host; other padding modes need tables."""
         return self.conv.padding_mode == "zeros"
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ class Power:
 
 @torch.no_grad()
 def _kept(before: Tensor | None, now: Tensor) -> Tensor:
-    """A copy, in the place of the one before if there is one: a gradient may need the original."""
+    """Copy ``now``, into ``before`` if possible; a gradient may need the original."""
     if before is None or before.is_inference() or before.device != now.device:
         return now.clone()
     return before.copy_(now)
@@ -239,14 +239,14 @@ def _powers(
     for index in indices:
         if factors[index].norm is not None:
             raise ValueError(
-                "method='power_iteration' runs the layers as they are; "
-                "use include_batchnorm=True, which keeps BatchNorm apart"
+                "method='power_iteration' cannot fold a BatchNorm into a convolution; "
+                "use include_batchnorm=True"
             )
     shapes = input_shapes(model, shape)
     unseen = [factors[i].name for i in indices if factors[i].name not in shapes]
     if unseen:
         raise ValueError(
-            f"a forward pass of {tuple(shape)} never reaches {', '.join(unseen)}; exclude them"
+            f"an input of shape {tuple(shape)} never reaches {', '.join(unseen)}; exclude them"
         )
 
     def look(index: int) -> object:
@@ -262,7 +262,7 @@ def _powers(
 
 
 def _alike(indices: Sequence[int], look: Callable[[int], object]) -> list[list[int]]:
-    """The indices in groups that look the same, in the order of their firsts."""
+    """Group the indices for which ``look`` is equal, in order of first appearance."""
     groups: dict[object, list[int]] = {}
     for index in indices:
         groups.setdefault(look(index), []).append(index)

@@ -1,5 +1,5 @@
-"""Gradients of row energies for many layers in one launch, in Triton: a second pass over the
-weights that adds to ``.grad``; the twins of the kernels in ``triton_values``."""
+"""Triton kernels that add gradients of row energies to ``.grad`` for many layers in one launch,
+in a second pass over the weights. Each belongs to a kernel in ``triton_values``."""
 
 from __future__ import annotations
 

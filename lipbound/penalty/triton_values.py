@@ -1,8 +1,8 @@
-"""Peaks of row energies for many layers in one launch, in Triton; all arithmetic is float32.
+"""Triton kernels for the peaks of row energies of many layers in one launch, in float32.
 
-Layers are told apart by tables (:mod:`lipbound.penalty.layout`), so one launch serves every layer
-whose taps meet alike, whatever its channels. Tuples of compile-time indices unroll a kernel's
-taps completely: each weight is loaded once and meets its partners in registers.
+Tables (:mod:`lipbound.penalty.layout`) describe the layers, so one launch handles all layers with
+the same pairs of meeting taps and any number of channels. Tuples of compile-time indices unroll a
+kernel's taps completely: each weight is loaded once, and its products are formed in registers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures from records; they compute nothing."""
+"""Draw figures from records of results."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ STYLES = {
     "lipbound": ("LipBound, value", "#1b9e77", "o"),
     "floor": ("reading the weights once", "#d0d0d0", "|"),
 }
-"""Contender → label, colour, marker; from slow to fast."""
+"""Method → label, colour and marker, from slow to fast."""
 
 
 def tidy(axes: Any, grid: str = "both") -> None:
-    """A light grid behind what is drawn, and no frame above and on the right."""
+    """Draw a light grid in the background and remove the top and right frame lines."""
     axes.grid(axis=grid, color="#e8e8e8")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def portrait_png(portrait: Portrait) -> bytes:
-    """σ1 over the torus with its maximizer, and the distribution of all singular values.
+    """Draw σ1 over all frequencies with its maximizer, and the histogram of all singular values.
 
-    A page has dozens: drawn once, at fixed places, in 96 colours, a third of the bytes.
+    A page holds dozens of these, so 96 colours keep the file at a third of the size.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def portrait_png(portrait: Portrait) -> bytes:
 
 
 def canvas() -> Any:
-    """pyplot without a screen; the same figure gives the same file."""
+    """Return pyplot set up to work without a screen and to write reproducible files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -88,7 +88,7 @@ def canvas() -> Any:
 
 
 def save(figure: Any, path: Path, dpi: int = 100) -> None:
-    """Write a figure without the date, and close it."""
+    """Write a figure to a file, without the date, and close it."""
     buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
     figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=dpi)
     canvas().close(figure)
@@ -96,9 +96,9 @@ def save(figure: Any, path: Path, dpi: int = 100) -> None:
 
 
 def numbered(svg: bytes) -> bytes:
-    """Matplotlib's SVG with its clips and markers numbered.
+    """Replace the names of clip paths and markers in Matplotlib's SVG by numbers.
 
-    It names them by digests of coordinates, whose last bits are the processor's.
+    Matplotlib hashes coordinates into names, and their last bits differ between processors.
 
     Example:
         >>> numbered(b'<path id="m0123456789"/><use href="#m0123456789"/>')
@@ -111,7 +111,7 @@ def numbered(svg: bytes) -> bytes:
 
 
 def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Milliseconds of every contender, one line per network, on a logarithmic axis."""
+    """Draw the time of every method on a logarithmic axis, one line per network."""
     pyplot = canvas()
     names = [record["network"] for record in records]
     figure, axes = pyplot.subplots(figsize=(8.2, 1.6 + 0.25 * len(names)), layout="constrained")
@@ -136,7 +136,7 @@ def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accuracy against PGD's iterations and the radius, Jacobian norms; one colour a network."""
+    """Draw accuracy over PGD iterations and over the radius, and a histogram of Jacobian norms."""
     pyplot = canvas()
     figure, places = pyplot.subplots(1, 3, figsize=(10.4, 3.2), layout="constrained")
     left, middle, right = places

@@ -1,4 +1,4 @@
-"""Tables and numbers of the Markdown pages that are made from records."""
+"""Format tables and numbers for the Markdown pages that are generated from records."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, for the pages that are made from records."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def digits(value: float) -> str:
-    """Three of them, or all before the point.
+    """Format a number with three significant digits, or as an integer from 100 on.
 
     Example:
         >>> digits(0.04321), digits(1234.5)

@@ -1,4 +1,4 @@
-"""An audit as one HTML file that needs nothing else: no network, no server."""
+"""Write an audit as one self-contained HTML file, which needs no server and no internet."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lipbound.runtime import Progress, silent
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-DRAWN = 64  # pictures at most, of the layers with the largest gain: the page stays below 2 MB
-LISTED = 1000  # layers, likewise
+DRAWN = 64  # only the layers with the largest gains get a picture, to keep the page below 2 MB
+LISTED = 1000  # only the layers with the largest gains are listed
 
 
 def page(
@@ -30,11 +30,11 @@ def page(
     title: str,
     progress: Progress = silent,
 ) -> str:
-    """The page as text.
+    """Return the HTML page of an audit.
 
     Args:
-        audit: What to show.
-        title: What was audited.
+        audit: The audit to show.
+        title: Name of what was audited, the heading of the page.
         progress: Shows how many pictures are drawn, see :class:`lipbound.runtime.Progress`.
     """
     from jinja2 import Environment
@@ -60,7 +60,7 @@ def page(
         version=__version__,
         torch=torch.__version__,
         script=script,
-        # The page's own script runs and no other, whatever a name may hold.
+        # The browser runs only this script, even if a layer's name contains HTML.
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
@@ -70,14 +70,14 @@ def _data(name: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits; empty for nothing."""
+    """Format a number with four digits; ``None`` becomes an empty string."""
     if value is None:
         return ""
     return f"{value:.4g}" if math.isfinite(value) else "∞"
 
 
 def power(value: float) -> Markup:
-    """A large or small number as a·10^b."""
+    """Format a large or small number as a·10^b."""
     from markupsafe import Markup
 
     if not math.isfinite(value) or 1e-3 <= abs(value) < 1e5 or value == 0:

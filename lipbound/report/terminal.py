@@ -1,4 +1,4 @@
-"""Show what was computed; compute nothing."""
+"""Print results to the terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 def unread() -> None:
-    """Nobody reads on (``| head``): the rest goes nowhere, and the command does its work."""
+    """Discard further output once the reader has gone (``| head``); the command continues."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -35,7 +35,7 @@ def unread() -> None:
 
 
 def echo(text: str) -> None:
-    """Print to whoever still reads."""
+    """Print a text; if the reader of the pipe has gone, continue without output."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -43,7 +43,7 @@ def echo(text: str) -> None:
 
 
 class Screen(Console):
-    """A terminal, or plain text of 120 columns where there is none."""
+    """A console that prints plain text of 120 columns if the output is not a terminal."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -54,11 +54,11 @@ class Screen(Console):
         unread()
 
     def show(self, table: Table, folds: int = 0) -> None:
-        """Nothing of a table is left out on a narrow terminal: its lines go on below.
+        """Print a whole table. On a narrow terminal, long lines wrap instead of being cut.
 
         Args:
-            table: What to show.
-            folds: How many columns it may be narrower, by folding its text.
+            table: The table to print.
+            folds: Number of characters that the table can save by folding its text.
         """
         whole = self.measure(table, options=self.options.update(max_width=10_000)).maximum
         table.width = whole if whole - folds > self.width else None
@@ -66,7 +66,7 @@ class Screen(Console):
 
 
 def escape(text: str) -> str:
-    """A text from elsewhere as a console may print it: no markup, no control characters."""
+    """Escape markup and control characters in a text from outside."""
     return without_markup(printable(text))
 
 
@@ -81,12 +81,12 @@ SPEED_COLUMNS = {
     "direct_gradient": "dir+grad",
     "sgd": "SGD",
 }
-"""Contender → heading; what they are says :mod:`lipbound.paper.speed`."""
+"""Method → heading; :mod:`lipbound.paper.speed` describes the methods."""
 
 
 @contextmanager
 def speed_table(methods: Sequence[str]) -> Iterator[Callable[[Record], None]]:
-    """A table in milliseconds that grows as networks are measured, then the geometric means."""
+    """Print a table row for each measured network, in milliseconds, and then geometric means."""
     shown = [m for m in SPEED_COLUMNS if m in methods or m == "floor"]
     print(f"{'milliseconds':15}", *[f"{SPEED_COLUMNS[m]:>8}" for m in shown], flush=True)
     ratios: dict[str, list[float]] = {}
@@ -106,7 +106,7 @@ def speed_table(methods: Sequence[str]) -> Iterator[Callable[[Record], None]]:
         faster = sum(value >= 1 for value in values)
         print(
             f"{SPEED_COLUMNS[other]:>8} / {ours}: geometric mean {mean:.3g}, "
-            f"at least 1 on {faster} of {len(values)}"
+            f"at least 1 on {faster} of {len(values)} networks"
         )
 
 
@@ -117,15 +117,15 @@ RATIOS = {
     "direct_gradient": "lipbound_gradient",
     "sgd": "lipbound_gradient",
 }
-"""Whose time is divided by which of ours."""
+"""Method → the method of lipbound by whose time its time is divided."""
 
 
 class TrainingView:
-    """A bar on a terminal, a line per epoch elsewhere; also scalars for TensorBoard.
+    """Show a training's progress: a bar on a terminal, else a line per epoch.
 
     Args:
-        title: What is trained.
-        board: Folder of the TensorBoard scalars; none without it.
+        title: Name of the training.
+        board: Folder for TensorBoard logs; without it none are written.
     """
 
     def __init__(self, title: str, board: Path | None = None):
@@ -181,7 +181,7 @@ class TrainingView:
 
 
 def training_table(summaries: Sequence[Record], console: Screen | None = None) -> None:
-    """Print one line per arm: accuracies of the best and the final weights, product, time."""
+    """Print one line per training: accuracies of the best and final weights, product, time."""
     console = console or Screen()
     table = Table(header_style="bold", box=None, pad_edge=False)
     table.add_column("\narm", no_wrap=True)
@@ -202,7 +202,7 @@ def training_table(summaries: Sequence[Record], console: Screen | None = None) -
 
 
 def attack_table(record: Record, console: Screen | None = None) -> None:
-    """Print accuracies with their intervals, then what casts doubt on them."""
+    """Print accuracies with confidence intervals, then reasons to doubt them."""
     console = console or Screen()
     title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
     table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
@@ -232,7 +232,7 @@ def attack_table(record: Record, console: Screen | None = None) -> None:
         row(f"certified l2 {radius}", found)
     console.show(table)
     if record.get("cw", {}).get("median_norm") is not None:
-        console.print(f"median norm of Carlini & Wagner: {record['cw']['median_norm']:.4g}")
+        console.print(f"median L2 norm of C&W perturbations: {record['cw']['median_norm']:.4g}")
     if "jacobian_norms" in record:
         norms = record["jacobian_norms"]
         console.print(
@@ -243,18 +243,20 @@ def attack_table(record: Record, console: Screen | None = None) -> None:
         names = ("pgd_10", "pgd_50", "pgd_250", "margin", "random_search", "transfer", "white_box")
         parts = [f"{n.replace('_', ' ')} {seen[n]:.3f}" for n in names if n in seen]
         largest = list(seen["against_radius"].values())[-1]
-        console.print(f"on {seen['images']} images: {', '.join(parts)}, any radius {largest:.3f}")
+        console.print(
+            f"accuracy on {seen['images']} images: {', '.join(parts)}, largest radius {largest:.3f}"
+        )
     for text in record.get("doubts", []):
         console.print(escape(f"doubt: {text}"), style="yellow")
     if "doubts" in record and not record["doubts"]:
         console.print("no doubts: gradients, iterations, radii and a gradient-free attack agree")
 
 
-ROWS = 400  # of a table on a terminal
+ROWS = 400  # largest number of rows of a printed table
 
 
 def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None:
-    """Print one line per layer, then the network; plain text when the output is no terminal."""
+    """Print one line per layer, then a summary of the network."""
     console = console or Screen()
     table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
                   pad_edge=False)  # fmt: skip
@@ -272,41 +274,44 @@ def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None
     console.show(table, folds=max(0, longest - 20))
     if len(rows) < len(audit.layers):
         left = len(audit.layers) - len(rows)
-        console.print(f"{left:,} layers with smaller upper ends are not shown; --json has them all")
+        console.print(f"{left:,} layers with smaller upper bounds are not shown; --json lists all")
     for line in summary(audit):
         console.print(escape(line))
 
 
 def summary(audit: Audit) -> list[str]:
-    """The network in a few sentences."""
+    """Return a summary of the network in a few lines."""
     lines = []
     if audit.steps and audit.upper < math.inf:
-        lines.append(f"network: at most {audit.upper:.4g}, certified (10^{log10(audit.upper):.2f})")
+        lines.append(
+            f"network: certified Lipschitz constant at most {audit.upper:.4g} "
+            f"(10^{log10(audit.upper):.2f})"
+        )
     elif audit.steps:
-        lines.append(f"network: unbounded here, because {audit.reason}")
+        lines.append(f"network: no bound, because {audit.reason}")
         part = audit.bounded_part
         if part is not None:
             place = f" ({part.module})" if part.module else ""
-            lines.append(f"bounded up to {part.name}{place}: at most {part.lipschitz:.4g}")
+            lines.append(f"bound up to operation {part.name}{place}: {part.lipschitz:.4g}")
     else:
-        lines.append(f"network: not bounded, {audit.reason}")
+        lines.append(f"network: no bound; {audit.reason}")
     if audit.error > 0 and audit.upper < math.inf:
         lines.append(
             f"the network differs by at most {audit.error:.2g} from a function with this constant; "
-            f"certify takes that into account"
+            f"certify subtracts this difference"
         )
     if audit.note:
         lines.append(audit.note)
     if audit.lower > 0:
-        lines.append(f"at least {audit.lower:.4g}: the largest Jacobian norm found")
+        lines.append(f"lower bound, the largest Jacobian norm found: {audit.lower:.4g}")
     lines.append(
-        f"product of the layers alone: {audit.product:.4g} (10^{log10(audit.product):.2f})"
+        f"product of the layers' bounds: {audit.product:.4g} (10^{log10(audit.product):.2f})"
     )
     return lines
 
 
 def audit_json(audit: Audit, title: str) -> str:
-    """The audit as JSON; what is infinite is ``null``."""
+    """Return the audit as JSON; infinite numbers become ``null``."""
     record = {
         "source": title,
         "lipbound": __version__,
@@ -341,12 +346,12 @@ def _finite(number: float) -> float | None:
 
 
 def log10(number: float) -> float:
-    """For display; −∞ for 0."""
+    """Return the decimal logarithm, −∞ for 0."""
     return math.log10(number) if number > 0 else -math.inf
 
 
 def geometry(layer: Any) -> str:
-    """A layer in a few characters: ``16→32 3×3``, ``/2`` stride, ``·2`` dilation, ``g4`` groups."""
+    """Describe a layer: ``16→32 3×3``, ``/2`` for stride, ``·2`` dilation, ``g4`` groups."""
     if isinstance(layer, nn.Linear):
         return f"{layer.in_features}→{layer.out_features} linear"
     if not isinstance(layer, _ConvNd | Convolution):

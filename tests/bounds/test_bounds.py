@@ -242,7 +242,10 @@ def test_contexts(method):
     assert leaf.grad is not None
 
 
-@EACH_BOUND
+@pytest.mark.parametrize(
+    "method",
+    [m if m == "lipbound" else pytest.param(m, marks=pytest.mark.slow) for m in BOUNDS],
+)
 def test_compiled(method):
     torch.compiler.reset()  # or a frame skipped for one method would stay skipped for all
     kernel = torch.randn(4, 3, 3, 3, requires_grad=True)

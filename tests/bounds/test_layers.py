@@ -35,17 +35,17 @@ def test_a_layer_is_read_as_its_forward_reads_it(mode, name):
 def test_a_layer_whose_methods_were_replaced_is_refused(name, monkeypatch):
     layer = nn.Conv2d(1, 1, 3)
     setattr(layer, name, getattr(layer, name))
-    with pytest.raises(TypeError, match="forward of its own"):
+    with pytest.raises(TypeError, match="overrides forward"):
         bracket(layer)
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 100 * x)
-    with pytest.raises(TypeError, match="forward of its own"):
+    with pytest.raises(TypeError, match="overrides forward"):
         bracket(nn.Linear(2, 2))
 
 
 def test_padding_that_is_none_is_refused():
     layer = nn.Conv2d(1, 1, 3, padding_mode="circular")
     layer._reversed_padding_repeated_twice = [1, 1]
-    with pytest.raises(ValueError, match=r"\[1, 1\] is no padding of 2 axes; make the layer anew"):
+    with pytest.raises(ValueError, match=r"\[1, 1\] is not a padding of 2 axes; create the layer"):
         bracket(layer)
 
 
@@ -146,7 +146,7 @@ BAD = {
     "own stride": (lambda: bound(REFLECT, stride=2), TypeError, "stride=2 was given with Conv2d"),
     "stride": (lambda: bound(KERNEL, stride=0), ValueError, "stride=0 must be one integer ≥ 1"),
     "strides": (lambda: bound(KERNEL, stride=(1, 2, 3)), ValueError, "or 2 of them"),
-    "groups": (lambda: bound(KERNEL, groups=3), ValueError, "groups=3 does not divide"),
+    "groups": (lambda: bound(KERNEL, groups=3), ValueError, "groups=3 must divide"),
     "padding": (lambda: bound(KERNEL, padding="full"), ValueError, "padding='full'"),
     "mode": (lambda: bound(KERNEL, padding_mode="mirror"), ValueError, "'mirror' is not one of"),
     "transposed mode": (
@@ -166,8 +166,8 @@ BAD = {
         "circular padding 4 is wider",
     ),
     "shape": (lambda: exact(KERNEL, (4,)), ValueError, r"input_shape=\(4,\) does not fit"),
-    "channels": (lambda: exact(KERNEL, (3, 4, 4)), ValueError, "has 3 channels, the layer takes 2"),
-    "no output": (lambda: exact(nn.Conv2d(2, 2, 5), (3, 3)), ValueError, "smaller than the kernel"),
+    "channels": (lambda: exact(KERNEL, (3, 4, 4)), ValueError, "has 3 channels, but the layer"),
+    "no output": (lambda: exact(nn.Conv2d(2, 2, 5), (3, 3)), ValueError, "too small for the"),
     "frequencies": (
         lambda: symbol(KERNEL, torch.zeros(4, 3)),
         ValueError,

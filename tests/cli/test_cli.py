@@ -87,14 +87,14 @@ def test_an_input_the_model_does_not_take(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["table4", "--weights", "x.pt"], "table4 takes no --weights; fig1, fig2, table1 do"),
-        (["table3", "--tier", "A"], "table3 takes no --tier; table2, fig3 do"),
-        (["fig1", "--minutes", "5"], "fig1 takes no --minutes; table2, fig3, table3 do"),
-        (["fig1", "--device", "cpu"], "fig1 takes no --device; table1, table4, table2,"),
-        (["table1", "--tiny", "--device", "gpu"], "device 'gpu' is not here"),
-        (["table4", "--tiny", "--device", "gpu"], "device 'gpu' is not here"),
+        (["table4", "--weights", "x.pt"], "does not take --weights; use it with fig1, fig2"),
+        (["table3", "--tier", "A"], "table3 does not take --tier; use it with table2, fig3"),
+        (["fig1", "--minutes", "5"], "does not take --minutes; use it with table2, fig3, table3"),
+        (["fig1", "--device", "cpu"], "does not take --device; use it with table1, table4,"),
+        (["table1", "--tiny", "--device", "gpu"], "device 'gpu' is not available"),
+        (["table4", "--tiny", "--device", "gpu"], "device 'gpu' is not available"),
         (["fig2", "--minutes", "x"], "'--minutes': 'x' should be a valid number"),
-        (["all"], "table2 needs --folder, one with CIFAR-10 and CIFAR-100; --tiny needs none"),
+        (["all"], "table2 needs --folder with CIFAR-10 and CIFAR-100; or use --tiny"),
         (["all", "--tiny", "--folder", "x"], "leave out --folder x"),
         (
             ["table2", "--folder", ".", "--only", "at+lpreg"],
@@ -199,7 +199,7 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
     code, out, _ = run(monkeypatch, capsys, "audit", str(path), "--stride", "2")
     assert code == 0
     assert "layer3.0.conv2.weight" in out
-    assert "without the architecture there is no network" in out
+    assert "without an architecture, so there is no network" in out
     (tmp_path / "mine.py").write_text(
         "from lipbound.robust.models import ResNet\ndef build():\n    return ResNet(8)\n"
         "def leave():\n    raise SystemExit(5)\n"
@@ -215,10 +215,10 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
     assert (code, "is above 0.001" in err) == (1, True)
     assert run(monkeypatch, capsys, *arguments, "--fail-above", "1e30")[0] == 0
     for wrong, message in (
-        (["--model", "mine"], "is not package.module:factory"),
+        (["--model", "mine"], "is not of the form package.module:factory"),
         (["--model", "nowhere:build"], "No module named"),
         (["--model", "resnet20"], "they lack"),
-        (["--model", "mine:build", "--input", "3,x"], "write 3,32,32"),
+        (["--model", "mine:build", "--input", "3,x"], "write for example 3,32,32"),
         (["--model", "mine.py:build"], "; write mine:build"),
         (["--model", "mine:leave"], "SystemExit: 5"),
         (
@@ -267,7 +267,7 @@ def test_train_resume_and_audit_what_came_out(monkeypatch, capsys, tmp_path):
     out = tmp_path / "run"
     arguments = ["train", "--out", str(out), "--epochs", "1", "--device", "cpu"]
     code, _, err = run(monkeypatch, capsys, *arguments, "--time-limit", "0")
-    assert (code, "with --resume to go on" in err) == (0, True)
+    assert (code, "with --resume to continue" in err) == (0, True)
     code, table, err = run(monkeypatch, capsys, *arguments, "--resume", "--tensorboard")
     assert code == 0
     assert list((out / "tensorboard").glob("events.out.tfevents.*"))
@@ -280,7 +280,7 @@ def test_train_resume_and_audit_what_came_out(monkeypatch, capsys, tmp_path):
     assert (code, record["source"]) == (0, "cnn, at+lipreg, best.safetensors")
     assert record["lower"] <= record["upper"]
     for wrong, message in (
-        ([], "holds a run already"),
+        ([], "already holds a run"),
         (["--resume", "--seed", "5"], "its seed is 0, not 5"),
         (["--arm", "att"], "did you mean 'at'"),
         (["--preset", "papers"], "unknown preset"),
@@ -301,7 +301,7 @@ def test_train_resume_and_audit_what_came_out(monkeypatch, capsys, tmp_path):
             ["audit", "demo", "--stride", "2"],
             "are for a weights file",
         ),
-        (["audit", "demo", "--model", "resnet20"], "not of 'demo'"),
+        (["audit", "demo", "--model", "resnet20"], "not for 'demo'"),
         (["audit", "demo", "--fail-above", "nan"], "--fail-above nan"),
         (
             ["audit", "WEIGHTS", "--effort", "high"],
@@ -327,7 +327,7 @@ def test_what_weights_alone_leave_out_is_said(monkeypatch, capsys, tmp_path):
     one = torch.ones(1, 1, 3)
     torch.save({"a": one, "fc.weight": one[0], "b.running_var": one[0, 0]}, tmp_path / "w.pt")
     _, out, _ = run(monkeypatch, capsys, "audit", str(tmp_path / "w.pt"), "--json")
-    assert re.search(r"1 left out, matrices.*fc\.weight; 1 left out, BatchNorm.*: b$",
+    assert re.search(r"1 left out \(matrices.*fc\.weight; 1 left out \(BatchNorm.*: b$",
                      json.loads(out)["note"])  # fmt: skip
 
 
@@ -408,9 +408,7 @@ def test_an_audit_stops_after_its_minutes(monkeypatch, capsys, tmp_path):
     torch.save({"a": torch.randn(4, 3, 3, 3), "b": torch.randn(2, 3, 5)}, tmp_path / "w.pt")
     code, out, _ = run(monkeypatch, capsys, "audit", str(tmp_path / "w.pt"), "--minutes", "0")
     assert code == 0
-    assert (
-        "the search stopped after 0 minutes: 2 of 2 layers have an upper end from a cheaper" in out
-    )
+    assert "stopped after 0 minutes: 2 of 2 layers have an upper bound from a cheaper" in out
     code, out, _ = run(monkeypatch, capsys, "audit", "demo", "--minutes", "0", "--json")
     found = json.loads(out)
     assert code == 0
@@ -436,7 +434,7 @@ def test_a_bug_has_an_exit_code_of_its_own(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "audit", "demo")
     assert code == 3
     assert err.endswith(
-        "lipbound: this is a bug in lipbound; please report it with the lines above\n"
+        "lipbound: this is a bug in lipbound; please report it with the traceback above\n"
     )
     assert "KeyError: 'somewhere'" in err
 
@@ -445,7 +443,7 @@ def test_many_layers_are_cut_to_the_largest(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("lipbound.report.terminal.ROWS", 3)
     torch.save({f"k{i}": torch.full((1, 1, 3), float(i)) for i in range(5)}, tmp_path / "w.pt")
     _, out, _ = run(monkeypatch, capsys, "audit", str(tmp_path / "w.pt"))
-    assert "2 layers with smaller upper ends are not shown" in out
+    assert "2 layers with smaller upper bounds are not shown" in out
     assert "k1 " not in out
     assert "k4 " in out
 

@@ -188,6 +188,6 @@ def test_chains_of_any_number_of_axes(monkeypatch, dims):
     ).double().eval()  # fmt: skip
     shape = (1, *[4] * dims)
     found = audit(model, shape, effort="high", search=0)
-    assert found.note.startswith("effort high: two weighted norms")
+    assert found.note.startswith("effort='high' used two weighted norms")
     inputs = torch.randn(8, *shape, dtype=torch.float64)
     assert jacobian_norm(model, inputs) <= found.upper * (1 + 1e-12)

@@ -195,7 +195,7 @@ def test_a_forward_that_draws_is_refused():
     numbers = itertools.count()
     found = audit(Forward(lambda m, x: x * (1 + next(numbers) % 2)), (3,))
     assert found.upper == math.inf
-    assert "does something else when it runs than when torch.export captures it" in found.reason
+    assert "behaves differently when it runs than when torch.export captures it" in found.reason
 
 
 class Keeping(nn.Module):

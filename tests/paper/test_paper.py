@@ -45,10 +45,11 @@ def test_audits_are_recorded_once(monkeypatch, tmp_path):
 
 
 def test_an_unknown_network_is_named():
-    with pytest.raises(ValueError, match="'resnet19' is no model"):
+    with pytest.raises(ValueError, match="unknown model 'resnet19'"):
         audits.load("resnet19")
 
 
+@pytest.mark.slow
 def test_reproductions_in_small(monkeypatch, capsys, tmp_path):
     code, out, err = run(monkeypatch, capsys, "reproduce", "all", "--tiny", "--out", str(tmp_path))
     assert code == 0
@@ -86,7 +87,7 @@ def test_weights_without_a_kernel_to_show(monkeypatch, capsys, tmp_path, name):
     code, out, err = run(monkeypatch, capsys, "reproduce", name, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "points.safetensors: " in err
-    assert f"{name} wants " in err
+    assert f"{name} needs " in err
 
 
 def test_the_numbers_called_the_papers(shared):
@@ -115,6 +116,7 @@ def test_the_numbers_called_the_papers(shared):
 TINY = replace(table2.TINY, common={"epochs": 1, "check": 20, "batch": 256}, images=8, jacobians=2)
 
 
+@pytest.mark.slow
 def test_cells_share_what_was_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     tier = replace(TINY, common={**TINY.common, "compile": True}, arms={"at": {"arm": "at"}},
@@ -132,7 +134,10 @@ def test_cells_are_done_once_and_one_after_the_other(tmp_path):
     said = []
     claim = lock(tmp_path / "tiny" / "at-0.claim")
     (second,) = work("tiny", TINY, tmp_path, device="cpu", say=said.append)
-    assert (second["label"], "another process is at it" in said) == ("at+lipreg 0.05", True)
+    assert (second["label"], "another process runs this cell" in said) == (
+        "at+lipreg 0.05",
+        True,
+    )
     claim.close()
     assert {r["label"] for r in work("tiny", TINY, tmp_path, device="cpu")} == set(TINY.arms)
     before = (tmp_path / "cells.jsonl").read_bytes()
@@ -142,6 +147,7 @@ def test_cells_are_done_once_and_one_after_the_other(tmp_path):
         work("tiny", TINY, tmp_path, only=("lipreg 1",))
 
 
+@pytest.mark.slow
 def test_what_is_only_tried_is_not_attacked(tmp_path):
     tier = replace(TINY, tried=("at+lipreg 0.05",))
     cells = work("tiny", tier, tmp_path, device="cpu")
@@ -157,6 +163,7 @@ def test_what_is_only_tried_is_not_attacked(tmp_path):
     assert ["pgd" in cell["final"] for cell in attacked] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_last_network_that_is_the_best_is_attacked_once(monkeypatch, tmp_path):
     def assess(network, *given, **options):
         done.append(network.path.stem)
@@ -204,7 +211,7 @@ def test_a_training_that_was_stopped_is_no_cell(monkeypatch, tmp_path, reason):
     ends = pytest.raises(KeyboardInterrupt) if reason == "interrupted" else nullcontext()
     with ends:
         assert work("tiny", TINY, tmp_path, device="cpu", say=said.append) == []
-    assert said[-1] == f"stopped ({reason}); the same command goes on from there"
+    assert said[-1] == f"stopped ({reason}); run the same command again to continue"
     assert not (tmp_path / "cells.jsonl").exists()
 
 

@@ -66,6 +66,7 @@ def test_pgd_breaks_what_foolbox_breaks(trained):
     assert share >= float(theirs) - standard_error(share, COUNT)
 
 
+@pytest.mark.slow
 def test_pgd_with_decay_comes_up_to_apgd(trained):
     pytest.importorskip("pyautoattack", reason="the attacks extra")
     model, images, labels, _ = trained
@@ -78,6 +79,7 @@ def test_pgd_with_decay_comes_up_to_apgd(trained):
     assert bool((theirs.norms <= RADIUS * (1 + 1e-5)).all())
 
 
+@pytest.mark.slow
 def test_carlini_wagner_is_as_close_as_foolboxs(trained):
     foolbox = pytest.importorskip("foolbox", reason="the attacks extra")
     model, images, labels, _ = trained
@@ -307,6 +309,7 @@ class Boastful(nn.Module):
         return torch.cat([scores, scores[:, :1] + (0.05 if half else -0.3)], 1)
 
 
+@pytest.mark.slow
 def test_what_autoattack_broke_in_its_own_precision_alone_is_tried_again():
     pytest.importorskip("pyautoattack", reason="the attacks extra")
     images = torch.tensor([[[[0.6, 0.5, 0.1, 0.1]]], [[[0.9, 0.1, 0.1, 0.1]]]])
@@ -441,6 +444,7 @@ class Wavy(nn.Module):
         return self.inner(x + 0.005 * torch.sin(1000 * x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ball", ["linf", "l2"])
 def test_other_ways_to_hide_gradients(trained, ball):
     model, images, labels, _ = trained
@@ -482,6 +486,7 @@ def test_no_attack_beats_being_wrong_or_a_certificate():
     assert found["doubts"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [2, 3, 5])
 def test_autoattack_with_few_classes(classes):
     pytest.importorskip("pyautoattack", reason="the attacks extra")
@@ -533,7 +538,7 @@ def test_wrong_inputs_are_named(trained):
         (lambda: evaluate(model, images - 0.5, labels), "not in \\[0, 1\\]"),
         (lambda: evaluate(model, images * math.nan, labels), "not in \\[0, 1\\]"),
         (lambda: evaluate(model, images, labels + 5), "there are 10 classes"),
-        (lambda: evaluate(model, images, labels[:3]), "do not fit"),
+        (lambda: evaluate(model, images, labels[:3]), "do not match"),
         (lambda: evaluate(Broken().eval(), images, labels), "not all finite"),
         (lambda: evaluate(model, images, labels, Plan(("guess",))), "unknown attack 'guess'"),
     ]
@@ -583,11 +588,11 @@ def test_the_command(trained, monkeypatch, capsys, tmp_path):
         ([*arguments, "--ball", "l1"], "unknown ball 'l1'"),
         ([*arguments, "--attack", "guess"], "unknown attack 'guess'"),
         ([*arguments, "--loss", "guess"], "unknown loss 'guess'"),
-        ([*arguments, "--radius", "8"], "exceeds all of [0, 1]"),
+        ([*arguments, "--radius", "8"], "exceeds the range [0, 1]"),
         ([*arguments, "--radius", "0"], "radius=0.0 must be positive"),
         ([*arguments, "--restarts", "0"], "restarts=0 must be at least 1"),
         ([*arguments, "--batch", "0"], "batch=0 must be at least 1"),
-        ([*arguments, "--count", "-5"], "must not be negative"),
+        ([*arguments, "--count", "-5"], "must be 0 or larger"),
         ([*arguments, "--l2-radius", "-1", "--attack", "cw"], "radii=-1.0 must be positive"),
         ([*arguments, "--plot", "curves.txt"], "must end in .svg or .png"),
         ([*arguments, "--data", "fashion-mnist", "--folder", str(tmp_path)], "there is no"),

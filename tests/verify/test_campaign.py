@@ -143,6 +143,7 @@ def test_where_the_margin_is_rounding_the_bound_is_above_the_exact_truth(seed):
         assert 0 <= upper / truth - 1 < Decimal("1e-13")
 
 
+@pytest.mark.slow
 def test_a_broken_rule_is_found_and_shrunk(monkeypatch):
     monkeypatch.setitem(RULES, "aten.relu", lambda step: 0.2)
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Flatten())
@@ -218,6 +219,7 @@ def test_a_violation_decides_the_exit_code(monkeypatch, tmp_path, capsys):
         assert bad[1] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_workers_run_and_stop(monkeypatch, tmp_path, capsys):
     """One worker process, one task: the real thing, ended by its deadline."""
     path = tmp_path / "campaign.jsonl"

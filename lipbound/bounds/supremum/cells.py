@@ -1,13 +1,13 @@
 """Cells that cover the torus of frequencies, and how they are divided.
 
-Diamonds |δ_1|/h_1 + |δ_2|/h_2 ≤ 1 on the first two axes, times an interval |δ_3| ≤ h_3 on a third:
-a cell reaches the angle max(d_1 h_1, d_2 h_2) + d_3 h_3 from its centre. Diamonds tile the plane
-as squares do, and have twice the area of the squares that reach the same angle. Turned by 45° they
-are squares: k·k of them of 1/k the size fill one, for every k.
+A cell is a diamond |δ_1|/h_1 + |δ_2|/h_2 ≤ 1 on the first two axes, times an interval |δ_3| ≤ h_3
+on a third. It reaches the angle max(d_1 h_1, d_2 h_2) + d_3 h_3 from its centre. Diamonds tile the
+plane as squares do, and have twice the area of the squares that reach the same angle. Turned by 45°
+they are squares, so k·k of them of 1/k the size fill one, for every k.
 
-All of it lives on the host, in numpy: a few numbers a cell, for which a GPU would spend its time
-on launches. Centres are sums of floats; a cell is what lies around the float, and reaches further
-by more than such a sum can be off.
+Cells are stored on the host, in NumPy: they are a few numbers each, and a GPU would spend its time
+on launches. Centres are sums of floats. A cell is centred at the computed sum, and its angle is
+enlarged by more than the rounding error of such a sum.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 from lipbound.bounds.rounding import UNIT
 from lipbound.bounds.supremum.field import Field, Floats, Integers, indices
 
-SMALLEST = 2.0**-28  # of the first cells' size: below it, division is pointless
-SLACK = 1e-13  # angle by degree that centres may be off: the rounding of 30 additions below 2π
+SMALLEST = 2.0**-28  # least size relative to the first cells; smaller ones are not divided
+SLACK = 1e-13  # error of a centre's angle per degree: the rounding of 30 additions below 2π
 
 
 @dataclass
 class Cells:
-    """Frequencies to be proved: ``block`` of the field, centre, and the angle the cell reaches."""
+    """Cells to be proved: ``block`` of the field, centre, and the angle the cell reaches."""
 
     block: Integers  # (P,), ascending
     frequency: Floats  # (P, D)
@@ -48,7 +48,7 @@ class Cells:
         return replace(self, left=pick(self.left, chosen.nonzero()[0]), **picked)
 
     def joined(self, other: Self, order: Integers) -> Self:
-        """Both, in the given order of the one after the other."""
+        """Concatenate with ``other`` and reorder by ``order``."""
         both: dict[str, Any] = {}
         for field in fields(self):
             mine, others = getattr(self, field.name), getattr(other, field.name)
@@ -63,17 +63,17 @@ class Cells:
 class Diamonds(Cells):
     """Cells of a :class:`Cover`."""
 
-    scale: Floats  # (P,): of the first cells' size
+    scale: Floats  # (P,): size relative to the first cells
     own: NDArray[np.bool_]  # (P,): whether −c is c, so that half the cell is enough
 
 
 def pick(rows: Tensor, chosen: Integers) -> Tensor:
-    """Rows of a tensor on its device, by a host's indices."""
+    """Select rows of a tensor on its device by indices on the host."""
     return rows[torch.from_numpy(chosen).to(rows.device)]
 
 
 class Cover:
-    """Diamonds for one field's symbols, from the coarsest: an angle of π/4 for a pair of axes."""
+    """Cover of a field's frequencies; the first diamonds reach an angle of π/4 on two axes."""
 
     def __init__(self, field: Field):
         self.field = field
@@ -107,11 +107,11 @@ class Cover:
         )
 
     def divide(self, cells: Diamonds, parts: Integers) -> Diamonds | None:
-        """Each cell into ``parts``^D of 1/parts the size; None where that is pointless."""
+        """Divide each cell into ``parts``^D of 1/parts the size; ``None`` if they are too small."""
         if not self.active or cells.scale.min() < SMALLEST:
             return None
         if parts.min() < 1:
-            raise ValueError(f"a cell in {parts.min()} parts would be lost; give at least 1")
+            raise ValueError(f"parts={parts.min()} must be at least 1")
         parent, offset, scale, own = [], [], [], []
         for count in np.unique(parts).tolist():
             chosen = (parts == count).nonzero()[0]
@@ -161,6 +161,6 @@ def random_vectors(count: int, field: Field) -> Tensor:
 
 
 def _first_half(moves: Floats) -> NDArray[np.bool_]:
-    """One of each pair ±move, and 0: ``(P,)``."""
+    """Mask that keeps 0 and one of each pair ±move: ``(P,)``."""
     first = (moves != 0).argmax(1)
     return moves[np.arange(len(moves)), first] >= 0

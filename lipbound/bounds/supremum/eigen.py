@@ -1,4 +1,4 @@
-"""Top eigenpairs of many matrices at once, and places to look: no proof relies on either."""
+"""Approximate eigenpairs and local maxima that guide the search; no proof relies on them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from lipbound.runtime import check_time
 
-SMALL = 16  # matrices solved outright
+SMALL = 16  # size up to which a full eigensolver is used
 
 
 def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Lanczos from ``start`` with full reorthogonalization: Ritz values and vectors, batched.
+    """Compute top Ritz values and vectors by batched Lanczos with full reorthogonalization.
 
-    Values never exceed λ1 but for rounding. Small matrices are solved outright.
+    Up to rounding, values never exceed λ1. Small matrices use a full eigensolver.
 
     Args:
         matrices: ``(P, n, n)`` Hermitian.
-        start: ``(P, n)``.
+        start: Start vectors, ``(P, n)``.
         steps: Size of the Krylov space.
     """
     size = matrices.shape[-1]
@@ -41,7 +41,7 @@ def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor,
                 vector = vector - (known @ (known.mH @ vector[..., None]))[..., 0]
         norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
         scale = norm if step < 2 else scale
-        # What is left of an exhausted space is rounding: a zero column adds nothing.
+        # In an exhausted space only rounding errors remain; a zero column adds nothing.
         basis[..., step] = torch.where(norm > 1e-10 * scale, vector / norm.clamp_min(1e-300), 0)
         vector = (matrices @ basis[..., step : step + 1])[..., 0]
         images[..., step] = vector
@@ -53,11 +53,11 @@ def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor,
 def bottom_eigenpairs(
     gaps: Tensor, start: Tensor, steps: int
 ) -> tuple[NDArray[np.float64], Tensor]:
-    """The least eigenvalues of matrices that lie near [0, 1], in few and large operations.
+    """Approximate the least eigenvalues of matrices with eigenvalues near [0, 1].
 
-    The Krylov space is spanned by Chebyshev polynomials of I − 2·gap, one product each: a basis
-    not orthogonal, but good enough for a search. The small eigenvalue problems are solved on the
-    host.
+    The Krylov space is spanned by Chebyshev polynomials of I − 2·gap, one product each. This
+    basis is not orthogonal, but good enough for a search. The small eigenvalue problems are solved
+    on the host.
 
     Args:
         gaps: ``(P, n, n)`` Hermitian; overwritten.
@@ -65,7 +65,7 @@ def bottom_eigenpairs(
         steps: Size of the Krylov space.
 
     Returns:
-        Ritz values, which never fall below the eigenvalue but for rounding, and unit vectors.
+        Ritz values, which up to rounding are at least the eigenvalue, and unit vectors.
     """
     if gaps.shape[-1] <= max(SMALL, steps):
         values, vectors = torch.linalg.eigh(gaps)
@@ -82,7 +82,7 @@ def bottom_eigenpairs(
     overlap, action = np.split(np.where(fine[:, None, None], small, 0), 2, axis=-1)
     values, chosen = greatest(overlap, action)
     vectors = (basis @ torch.from_numpy(chosen).to(gaps.device)[..., None])[..., 0]
-    if not fine.all():  # far from [0, 1]: the polynomials overflow, where Lanczos' vectors do not
+    if not fine.all():  # far from [0, 1] the polynomials overflow; Lanczos vectors do not
         others = torch.from_numpy((~fine).nonzero()[0]).to(gaps.device)
         top, vectors[others] = top_eigenpairs(turned[others], start[others], steps)
         values[~fine] = top.cpu().numpy()
@@ -92,7 +92,7 @@ def bottom_eigenpairs(
 def greatest(
     overlap: NDArray[np.complex128], action: NDArray[np.complex128], rounding: float = 1e-11
 ) -> tuple[NDArray[np.float64], NDArray[np.complex128]]:
-    """The greatest x with action·c = x·overlap·c, and c, where the overlap may be singular."""
+    """Solve action·c = x·overlap·c for the greatest x and its c; overlap may be singular."""
     size = np.sqrt(np.maximum(np.diagonal(overlap, axis1=1, axis2=2).real, 1e-300))  # (P, k)
     scales = size[:, :, None] * size[:, None]
     weights, directions = np.linalg.eigh(overlap / scales)
@@ -113,7 +113,7 @@ def uphill(
     frequency: NDArray[np.float64],
     reach: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """A local maximum of Re Σ t_h e^{ih·ω} near ``frequency``, on ever finer 5^D lattices."""
+    """Find a local maximum of Re Σ t_h e^{ih·ω} near ``frequency`` on ever finer lattices."""
     dims = positions.shape[1]
     lattice = np.stack(np.meshgrid(*[np.arange(-2, 3) / 2] * dims), -1).reshape(-1, dims)
     for _ in range(8):

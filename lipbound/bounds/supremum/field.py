@@ -1,8 +1,8 @@
-r"""FF* of many symbols at many frequencies, cheaply, and the top of its spectrum.
+r"""Evaluate FF* of many symbols at many frequencies at low cost.
 
 FF* is itself a trigonometric polynomial, with matrix coefficients
-:math:`R_l = \sum_{a-b=l} K_a K_b^T`. Those are made once; after that a frequency costs
-(number of lags)·n² operations instead of a matrix product.
+:math:`R_l = \sum_{a-b=l} K_a K_b^T`. They are computed once; after that each frequency
+costs (number of lags)·n² operations instead of a matrix product.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lipbound.runtime import check_time, piece
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
 CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # complex matrices handled at once
-MOST = 1 << 17  # matrices at once, however small: a batched solver's workspace grows with them
-# Lag entries below which cells of different blocks go through one product.
+MOST = 1 << 17  # matrices at once; a batched solver's workspace grows with their number
+# Lag entries below which one product handles cells of different blocks.
 GATHER = {"cpu": 1 << 13, "cuda": 1 << 18}
 
 Floats = NDArray[np.float64]
@@ -42,7 +42,7 @@ def indices(sizes: Sequence[int]) -> Integers:
 
 
 def lag_bytes(rows: int, sizes: Sequence[int]) -> int:
-    """What the lag matrices of one symbol take."""
+    """Bytes that the lag matrices of one symbol take."""
     return 8 * math.prod([2 * m - 1 for m in sizes]) * rows**2
 
 
@@ -56,7 +56,7 @@ class Field:
             and N for the product), so the error is at most :math:`\\gamma \\|\\Sigma|K|\\|_F^2`.
             Frequencies may be as large as 2π.
         size: ``(blocks,)`` the norms ‖Σ|K|‖_F.
-        usual: ``(blocks,)`` a scale for λ1(FF*), no bound.
+        usual: ``(blocks,)`` a typical value of λ1(FF*), not a bound.
     """
 
     def __init__(self, taps: Tensor):
@@ -75,7 +75,7 @@ class Field:
         # λ1 of a random symbol with this energy (Marchenko and Pastur): the scale to begin with.
         edge = (1 + math.sqrt(self.rows / self.columns)) ** 2
         usual = edge * energy**2 / self.rows
-        self.usual = np.where(usual > 1e-290, usual, 1.0)  # its reciprocal is a number
+        self.usual = np.where(usual > 1e-290, usual, 1.0)  # its reciprocal is finite
         angles = symbol_error([2 * m for m in self.sizes]) * 4
         length = self.columns * len(self.positions) + 2 * len(self.lags)
         length += self.columns * self.rows + 64
@@ -85,7 +85,7 @@ class Field:
         return piece(CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"]))
 
     def _make_lags(self) -> None:
-        """``even`` (blocks, L, n²), the cosines' coefficients, ``odd`` (blocks, L − 1, n²)."""
+        """Set ``even`` (blocks, L, n²) and ``odd`` (blocks, L − 1, n²), for cosines and sines."""
         count = len(self.positions)
         if 16 * count**2 * max(self.blocks * self.rows**2, len(self.lags)) <= self._room():
             self._make_lags_at_once()
@@ -106,7 +106,7 @@ class Field:
         self.odd = torch.stack(odd, 1) if odd else None
 
     def _make_lags_at_once(self) -> None:
-        """All tap products in one, then sums over equal lags by a matrix of 0, 1 and −1."""
+        """Compute all tap products at once, then sum equal lags by a matrix of 0, 1 and −1."""
         count = len(self.positions)
         taps = self.taps.permute(0, 3, 1, 2).flatten(1, 2)  # (blocks, T·n, N)
         products = (taps @ taps.mT).reshape(self.blocks, count, self.rows, count, self.rows)
@@ -121,8 +121,8 @@ class Field:
     def flat_bound(self) -> Floats:
         r"""√(λ1(R_0) + Σ_{l≠0} ‖R_l‖_F) ≥ sup σ1(F), ``(blocks,)``: tight for flat symbols only.
 
-        An orthogonal convolution has no other lag than 0; its symbol would need a proof on every
-        cell of a fine cover. Infinite where the lags are not small.
+        An orthogonal convolution has only lag 0; without this bound its symbol would need a proof
+        on every cell of a fine cover. The bound is infinite where other lags are not small.
         """
         if not self.keeps_lags:
             return np.full(self.blocks, math.inf)
@@ -142,7 +142,7 @@ class Field:
 
     @property
     def chunk(self) -> int:
-        """How many complex128 matrices to handle at once."""
+        """Number of complex128 matrices to handle at once."""
         width = self.rows if self.keeps_lags else max(self.rows, self.columns)
         gathered = len(self.lags) * self.rows**2 if self._gathers() else 0
         each = 16 * self.rows * width + 16 * (len(self.lags) + gathered)
@@ -154,7 +154,7 @@ class Field:
         return self.keeps_lags and self.blocks > 1 and entries <= most
 
     def chunks(self, count: int, entry: int = 16) -> Iterator[slice]:
-        """Slices of at most ``chunk`` cells, as even as can be; more where entries are smaller."""
+        """Yield even slices of at most ``chunk`` cells, or more cells if entries are smaller."""
         parts = math.ceil(count / (self.chunk * 16 // entry))
         ends = [count * i // max(1, parts) for i in range(parts + 1)]
         for first, last in pairwise(ends):
@@ -184,7 +184,7 @@ class Field:
         return np.concatenate([np.cos(angles), np.sin(angles[:, 1:])], 1) * scale[:, None]
 
     def gram(self, block: Integers, frequency: Floats) -> Tensor:
-        """FF* itself."""
+        """Compute FF*."""
         identity = torch.eye(self.rows, dtype=torch.complex128, device=self.device)
         return identity - self.gap(block, frequency, np.ones(len(block)))
 
@@ -201,11 +201,11 @@ class Field:
 
     @staticmethod
     def runs(block: Integers) -> Iterator[tuple[int, int]]:
-        """From where to where the block stays the same."""
+        """Start and end of each run of equal blocks."""
         return pairwise([0, *((block[1:] != block[:-1]).nonzero()[0] + 1).tolist(), len(block)])
 
     def symbol(self, block: Integers, frequency: Floats) -> Tensor:
-        """F itself: ``(P, n, N)`` complex128."""
+        """Compute F: ``(P, n, N)`` complex128."""
         waves = self.waves(frequency)
         parts = self.send(np.stack([waves.real, waves.imag], -1))  # (P, T, 2)
         values = self._taps(block).flatten(1, 2) @ parts  # (P, n·N, 2)
@@ -229,7 +229,7 @@ class Field:
         return self.taps[self.send(block)]
 
     def send(self, values: NDArray[Any]) -> Tensor:
-        """To the field's device."""
+        """Copy values to the field's device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 

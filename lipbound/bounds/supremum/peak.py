@@ -1,4 +1,4 @@
-"""The lower end of a search: the best attained value of every layer, and the way up to it."""
+"""Lower end of a search: the best value attained for every layer, and how it is raised."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lipbound.bounds.supremum.eigen import bottom_eigenpairs, top_eigenpairs, up
 from lipbound.bounds.supremum.field import Field, Floats, Integers
 from lipbound.runtime import one_blas_thread
 
-FEW, MANY = 8, 48  # Krylov spaces: while climbing, and where that fell short
+FEW, MANY = 8, 48  # sizes of Krylov spaces: while climbing, and where that was not enough
 ALL = 1 << 30  # a full eigenvalue decomposition
 
 
 class Peak:
-    """Where each layer's largest value has been attained, and with which left vector.
+    """Best value attained for each layer, with its frequency and left singular vector.
 
     Attributes:
-        lower: ``(layers,)`` attained, rounded down.
-        block: ``(layers,)`` of the field.
-        frequency: ``(layers, D)``.
-        left: ``(layers, n)``, unit vectors.
-        evaluations: ``(layers,)`` symbols looked at so far, by whomever.
+        lower: ``(layers,)`` attained values, rounded down.
+        block: ``(layers,)`` blocks of the field where they are attained.
+        frequency: ``(layers, D)`` frequencies where they are attained.
+        left: ``(layers, n)`` left unit vectors.
+        evaluations: ``(layers,)`` number of symbols evaluated so far.
 
     Args:
         field: The symbols.
-        owner: ``(blocks,)`` the layer each belongs to.
-        layers: How many layers.
-        rtol: What a search wants to know it to.
-        moves: Whether frequencies may be left for better ones.
+        owner: ``(blocks,)`` layer that each block belongs to.
+        layers: Number of layers.
+        rtol: Target relative width of the search.
+        moves: Whether frequencies may move to better ones.
     """
 
     def __init__(self, field: Field, owner: Integers, layers: int, rtol: float, moves: bool):
@@ -46,19 +46,19 @@ class Peak:
         self.evaluations: Integers = np.zeros(layers, dtype=np.int64)
 
     def count(self, block: Integers) -> None:
-        """Symbols of these blocks have been looked at."""
+        """Count one evaluation for each of these blocks."""
         self.evaluations += np.bincount(self.owner[block], minlength=len(self.lower))
 
     def raise_from(self, cells: Cells, value: Floats, retries: int = 0) -> None:
-        """Where a centre beats its layer's lower end, climb from the best one."""
+        """Climb from the best centre of each layer if it exceeds the lower end."""
         layer = self.owner[cells.block]
         order = np.lexsort((value, layer))
         last = np.append(layer[order][1:] != layer[order][:-1], True)
         best = order[last]  # one cell for every layer that has any
-        # A lower end short by less than this costs nothing: τ leaves it room.
+        # A smaller gain is not worth a climb, because τ leaves a margin for it.
         lower = self.lower[layer[best]]
         short = (np.sqrt(np.maximum(value[best], 0)) > lower * (1 + self.rtol / 4)) | (lower == 0)
-        # Cells this small fail only where σ1 exceeds the lower end: look harder there.
+        # Cells this small fail only where σ1 exceeds the lower end: use more steps there.
         small = np.cos(cells.angle[best]) > 1 - self.rtol / 4
         if short.any():
             best, steps = best[short], FEW
@@ -80,7 +80,7 @@ class Peak:
         steps: int,
         rounds: int = 4,
     ) -> None:
-        """Alternate: singular vectors u, v at a frequency, then the frequency for that u and v.
+        """Alternate between singular vectors u, v at a frequency and the best frequency for them.
 
         Re u*F(ω)v is a scalar polynomial in ω, so the second half is nearly free.
         """
@@ -95,14 +95,14 @@ class Peak:
             self._record(layers, block, frequency, left.cpu().numpy(), right)
             done = self.lower[layers] <= before * (1 + 1e-3 * self.rtol)
             if not self.moves or (turn and done.all()):
-                return  # on a grid, or without one, the frequency stays where it is
+                return  # converged, or the frequency is fixed: on a grid or for a matrix
             coefficients = (rows.swapaxes(1, 2) @ right[..., None])[..., 0]
             frequency = uphill(coefficients, field.positions, frequency, reach / 2**turn)
 
     def _vectors(
         self, block: Integers, frequency: Floats, left: Tensor, lower: Floats, steps: int
     ) -> Tensor:
-        """Top left singular vectors of F, from vectors close to them."""
+        """Compute top left singular vectors of F, starting from vectors close to them."""
         level = np.where(lower > 0, np.maximum(lower**2, 1e-290), self.field.usual[block])
         gaps = self.field.gap(block, frequency, 1 / level)
         if steps > MANY or (steps == MANY and self.rtol < 1e-6):
@@ -111,10 +111,10 @@ class Peak:
 
     @one_blas_thread()
     def polish(self) -> None:
-        """Newton's method from every layer's peak: the place and vectors a gradient needs.
+        """Refine every layer's frequency and vectors by Newton's method, as a gradient needs.
 
-        λ1(FF*) has the gradient of u*FF*u at its vector u; the second derivatives are differences
-        of it.
+        The gradient of λ1(FF*) is that of u*FF*u at its vector u; second derivatives are finite
+        differences of it.
         """
         field, dims = self.field, len(self.field.sizes)
         offsets = np.concatenate([np.zeros((1, dims)), np.eye(dims)]) * 1e-5
@@ -136,11 +136,11 @@ class Peak:
                 )  # fmt: skip
                 bend = (slope[1:] - slope[0]) / 1e-5
                 values, axes = np.linalg.eigh((bend + bend.T) / 2)
-                level = 1e-8 * np.abs(values).max(initial=0.0)  # what differences can tell from 0
+                level = 1e-8 * np.abs(values).max(initial=0.0)  # accuracy of the differences
                 steep = values < -level
                 if not steep.any() or (values > level).any():
                     break
-                along = axes[:, steep]  # a ridge has no place of its own along the others
+                along = axes[:, steep]  # along a ridge the maximum is not unique
                 frequency = frequency - along @ (along.T @ slope[0] / values[steep])
 
     def _record(
@@ -152,10 +152,10 @@ class Peak:
         image: NDArray[np.complex128],
         always: bool = False,
     ) -> None:
-        """‖F(ω)*u‖/‖u‖ rounded down, kept where it is a layer's best (or equal but for rounding).
+        """Keep ‖F(ω)*u‖/‖u‖, rounded down, where it is a layer's best (up to rounding).
 
-        The image is off by the symbol's rounding and by inner products over rows and taps, both
-        relative to ‖Σ|K|‖_F ‖u‖.
+        The image has the rounding errors of the symbol and of inner products over rows and taps,
+        both relative to ‖Σ|K|‖_F ‖u‖.
         """
         field = self.field
         norm = np.linalg.norm(left, axis=-1)

@@ -12,11 +12,11 @@ of exponential type Σ d_j\|δ_j\| bounded by M with a maximum M at s = 0, so by
 
 **The proof it gives.** Cover the torus by cells, cell c reaching an angle θ_c < π/2 from its
 centre. If σ1(F(c)) < τ cos θ_c for every cell, then M < τ: otherwise the cell that holds ω* would
-have σ1(F(c)) ≥ M cos θ_c ≥ τ cos θ_c. Cells that fail are divided and tried again; a failing
-centre may also raise the lower end, and τ with it, which takes nothing from the cells already
-done; cells that had failed are then tried again first. The test is a Cholesky factorization, in
-single precision where there is room (:mod:`.single`), so what was estimated on the
-way decides the speed only: where to climb, and into how many parts to divide.
+have σ1(F(c)) ≥ M cos θ_c ≥ τ cos θ_c. Cells that fail are divided and tested again. A failing
+centre may also raise the lower end, and τ with it. Cells already proved remain proved then, and
+cells that had failed are tested again first. The test is a Cholesky factorization, in single
+precision where the margin allows it (:mod:`.single`). Estimates decide only the speed: where to
+climb, and into how many parts to divide.
 
 F(−ω) is the conjugate of F(ω), so one of each pair of cells ±c is enough. For their shape see
 :mod:`lipbound.bounds.supremum.cells`.
@@ -43,25 +43,25 @@ from lipbound.bounds.supremum.single import UNDECIDED, YES, Single
 from lipbound.bounds.supremum.triangles import Triangles
 from lipbound.runtime import one_blas_thread
 
-FIRST, LOOK = 16, 8  # Krylov spaces: from random vectors, at cells that fail
+FIRST, LOOK = 16, 8  # sizes of Krylov spaces: from random vectors, at cells that fail
 RETRIES = 8
-TURNS = 1 << 22  # matrix entries from which cells are proved in two turns
+TURNS = 1 << 22  # matrix entries from which cells are proved in two batches
 WIDE = 256  # rows from which a cell that fails costs more than several smaller ones
 
 
 class Search:
-    """One run over a stack of symbols. ``owner[b]`` is the layer that block b belongs to.
+    """Search over a stack of symbols. ``owner[b]`` is the layer that block b belongs to.
 
-    Matrices and vectors stay on the field's device; what is decided about them, a few numbers a
-    cell, is decided on the host.
+    Matrices and vectors stay on the field's device. Decisions need a few numbers per cell and are
+    made on the host.
 
     Args:
         field: The symbols.
         owner: ``(blocks,)``, ascending.
-        layers: How many layers.
-        rtol: Wanted upper/lower − 1.
-        limit: Cells at once beyond which the interval is left wider.
-        cap: An upper bound on the supremum, when the cells are only to cover a grid's points.
+        layers: Number of layers.
+        rtol: Target relative width, upper/lower − 1.
+        limit: Number of cells at once beyond which the interval is left wider.
+        cap: An upper bound on the supremum, if the cells only have to cover a grid's points.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Search:
 
     @one_blas_thread()
     def run(self, cells: Cells, divide: Callable[[Any, Integers], Cells | None]) -> Floats:
-        """Prove all cells, dividing those that fail; returns the upper end per layer."""
+        """Prove all cells, dividing those that fail; return the upper end per layer."""
         first = self._look(cells)
         self.peak.raise_from(cells, first)
         failed, value = self._prove(cells, first)
@@ -101,16 +101,16 @@ class Search:
                 break
             children = divide(failed, self._parts(failed, value))
             if children is None and retries < RETRIES:
-                children, retries = failed, retries + 1  # points: only a better lower end helps
+                children, retries = failed, retries + 1  # only a better lower end helps
             if children is None or len(children) > self.limit:
                 return self._give_up(failed)
             failed, value = self._prove_in_turns(children)
         return self._target()
 
     def _prove_in_turns(self, cells: Cells) -> tuple[Cells, Floats]:
-        """As :meth:`_prove`, a few cells first where all are much work.
+        """Call :meth:`_prove`, on a quarter of the cells first if the work is large.
 
-        What they raise the lower end by, the others need not be tried for again.
+        If these raise the lower end, the other cells are tested only with the higher target.
         """
         if not self.triangular or len(cells) * self.field.rows**2 < TURNS:
             return self._prove(cells)
@@ -125,7 +125,7 @@ class Search:
     def _raise_and_retry(
         self, failed: Cells, value: Floats, retries: int = 0
     ) -> tuple[Cells, Floats]:
-        """Climb from the best cell; a higher target may let some others pass."""
+        """Climb from the best cells; if this raises the target, test the failed cells again."""
         before = self._target()
         self.peak.raise_from(failed, value, retries)
         if (self._target() > before * (1 + self.rtol / 4)).any():
@@ -133,7 +133,7 @@ class Search:
         return failed, value
 
     def _without_flat(self, cells: Cells, failed: Cells, value: Floats) -> tuple[Cells, Floats]:
-        """Flat layers, of which no cell has passed, need no cells, whoever shares the batch."""
+        """Drop layers proved by ``flat_bound``, which is tried if no cell of a layer has passed."""
         whole, lost = (np.bincount(self.owner[c.block], minlength=self.layers)
                        for c in (cells, failed))  # fmt: skip
         if not (whole == lost).any():
@@ -143,9 +143,9 @@ class Search:
         return failed[kept], value[kept]
 
     def _parts(self, cells: Cells, value: Floats) -> Integers:
-        """Into how many parts to divide: as many as would do if σ1 were the centre's all over.
+        """Number of parts to divide into: enough if σ1 were constant on each cell.
 
-        Somewhat smaller, since it is not; found by trial on random symbols.
+        Since it is not, ``share`` makes the parts smaller; it was tuned on random symbols.
         """
         target = np.maximum(self._target(), 1e-300)[self.owner[cells.block]]
         ratio = np.sqrt(np.maximum(value, 0)) / target
@@ -158,9 +158,9 @@ class Search:
         return parts if (parts**axes).sum() <= self.limit else np.full_like(parts, 2)
 
     def _target(self) -> Floats:
-        """τ per layer, never lowered: what was proved for one τ holds for all above it.
+        """Target τ per layer. It never decreases, so cells proved for one τ remain proved.
 
-        It stays as far from the lower end as rounding requires for a proof.
+        It exceeds the lower end by at least the margin that rounding requires for a proof.
         """
         worst = self.error / np.maximum(self.peak.lower**2, 1e-300)
         floor = np.minimum(4 * (worst + self.field.rows * self.factor + 8 * UNIT), 1.0)
@@ -169,7 +169,7 @@ class Search:
         return self.target
 
     def _limit(self, cells: Cells, target: Floats) -> Floats:
-        """What λ1(FF*) has to stay below at the centres, so that the cells hold nothing above τ."""
+        """Limit on λ1(FF*) at the centres that implies σ1(F) ≤ τ on the cells."""
         target = target[self.owner[cells.block]]
         if self.cap is None:
             wanted = target * np.cos(cells.angle) * (1 - 8 * UNIT)
@@ -183,10 +183,10 @@ class Search:
     def _prove(
         self, cells: Cells, known: Floats | None = None, target: Floats | None = None
     ) -> tuple[Cells, Floats]:
-        """The cells for which σ1(F(c)) < τ·cos θ could not be proved, and λ1(FF*) there, about.
+        """Return the cells for which σ1(F(c)) < τ·cos θ was not proved, with estimates of λ1(FF*).
 
-        Where λ1 is ``known`` to be too large nothing is tried. The others are estimated when they
-        have failed, but for a ``target`` of the caller's, who wants no estimates.
+        Cells whose ``known`` λ1 is too large are not tested. Cells that fail get an estimate,
+        unless ``known`` or ``target`` is given.
         """
         limit = self._limit(cells, self._target() if target is None else target)
         value = np.zeros(len(cells)) if known is None else known
@@ -207,7 +207,7 @@ class Search:
     def _prove_in_single(
         self, cells: Cells, limit: Floats, at: Integers, passed: NDArray[np.bool_]
     ) -> Integers:
-        """What single precision can decide; returns the others."""
+        """Decide cells in single precision where possible; return the others."""
         block, angle = cells.block[at], cells.angle[at]
         suits = self.single.suits(block, angle, limit[at])
         chosen = at[suits]
@@ -247,7 +247,7 @@ class Search:
         value: Floats,
         gaps: Tensor | None = None,
     ) -> None:
-        """λ1 at cells that have failed, so it is no less than the limit, and its vectors."""
+        """Estimate λ1, which is at least the limit, and its vectors at cells that failed."""
         start = pick(cells.left, at)
         if gaps is None:  # the factorization has overwritten them
             place = cells.block[at], cells.frequency[at], 1 / limit[at]
@@ -260,7 +260,7 @@ class Search:
     def _bottom_eigenpairs(
         self, block: Integers, frequency: Floats, scale: Floats, start: Tensor
     ) -> tuple[Floats, Tensor]:
-        """Of I − scale·FF*; in single precision where that tells enough."""
+        """Bottom eigenpairs of I − scale·FF*, in single precision if accurate enough."""
         if self.triangular and self.rtol >= 1e-4:
             found = self.single.triangles.bottom_eigenpairs(block, frequency, scale, start, LOOK)
             if not np.isnan(found[0]).any():
@@ -268,13 +268,13 @@ class Search:
         return bottom_eigenpairs(self.field.gap(block, frequency, scale), start, LOOK)
 
     def _largest(self, per_block: Floats) -> Floats:
-        """The maximum over each layer's blocks, of non-negative numbers: ``(layers,)``."""
+        """Maximum of non-negative numbers over each layer's blocks: ``(layers,)``."""
         result = np.zeros(self.layers)
         np.maximum.at(result, self.owner, per_block)
         return result
 
     def _look(self, cells: Cells) -> Floats:
-        """λ1(FF*) at the centres, about, and its vectors, from scratch."""
+        """Estimate λ1(FF*) and its vectors at the centres, from random vectors."""
         field = self.field
         value = np.empty(len(cells))
         steps = FIRST if math.prod(field.sizes) > 1 else MANY  # a matrix is a single cell
@@ -282,13 +282,13 @@ class Search:
             block, scale = cells.block[part], 1 / field.usual[cells.block[part]]
             gaps = field.gap(block, cells.frequency[part], scale)
             least, cells.left[part] = bottom_eigenpairs(gaps, cells.left[part], steps)
-            value[part] = np.nan_to_num((1 - least) / scale, nan=0.0)  # an estimate, or none
+            value[part] = np.nan_to_num((1 - least) / scale, nan=0.0)  # 0 if there is no estimate
         self.peak.count(cells.block)
         return value
 
     def _give_up(self, cells: Cells) -> Floats:
-        """Widen until the cells that are left are proved too: the interval stays certified."""
-        # σ1(F) ≤ ‖Σ|K|‖_F at every frequency: no proof is needed beyond that.
+        """Raise τ until the remaining cells are proved; the interval stays certified."""
+        # σ1(F) ≤ ‖Σ|K|‖_F at every frequency, so larger targets need no proof.
         ceiling = self._largest(self.field.size * (1 + 1e-9))
         target, growth = self._target().copy(), self.rtol
         while True:

@@ -1,27 +1,26 @@
-r"""The same proof in single precision, on the CPU, where the room it takes is there.
+r"""The same proof in single precision, on the CPU, for cells with a large enough margin.
 
-A cell far from the peak leaves a gap of a per cent; float32 needs a twentieth of that, in half the
-time. Let :math:`v = 2^{-24}` and :math:`\gamma_k = kv/(1 - kv)`, G = FF* and s a scale.
+A cell far from the peak leaves a margin of one per cent. Float32 needs a twentieth of that, and
+half the time. Let :math:`v = 2^{-24}` and :math:`\gamma_k = kv/(1 - kv)`, G = FF* and s a scale.
 
 * *The matrix.* Lags and cosines are rounded to float32 and summed there, so an entry of the
   computed :math:`\hat B \approx I - sG` is off by at most :math:`\gamma_{L+4}\,s\,W_{ij}`, with
   W = Σ|even_l| + Σ|odd_l| over the L lags, and on the diagonal by 2v more. W is symmetric and not
-  negative: its norm is at most its largest row sum w.
+  negative, so its norm is at most its largest row sum w.
 * *The factor.* If a Cholesky factor exists, :math:`LL^* = \hat B + \Delta`, and the entry i, j
   of Δ comes from inner products of length min(i, j), one rounding for the pivot and one for its
   reciprocal: it is at most :math:`\sqrt2\,\gamma_{2k}(|L||L|^T)_{ij}`, k = min(i, j) + 2, which
   :math:`\sqrt{(i + 2)(j + 2)}` bounds. So :math:`\|\Delta\| \leq c\,q` with
   :math:`c = \sqrt2\cdot 2v/(1 - 2(n + 2)v)` and q the norm of AᵀA, where A is \|L\|ᵀ with
   column i multiplied by :math:`\sqrt{i + 2}`. AᵀA is not negative, so its norm is at most
-  :math:`\max_i (A^TAx)_i/x_i` for every positive x (Collatz and Wielandt). With x = AᵀA·1 that
-  is three products with a vector, and a hundredth of what the trace, which float64 makes do with,
-  would say.
+  :math:`\max_i (A^TAx)_i/x_i` for every positive x (Collatz and Wielandt). With x = AᵀA·1 this
+  takes three products with a vector. The trace, which is enough in float64, is a hundred times
+  larger.
 
-Hence λ1(sG) ≤ 1 + δ with :math:`\delta = c\,q + \gamma_{L+4}\,s\,w + 4v` and, for what
-underflows, 1e-30. s is chosen for a guessed δ; a larger one in the end proves nothing, and
-the cell is left to float64, as is one that fails where δ takes much of its room. All arithmetic is
-numpy's and LAPACK's, which know no reduced precision (torch's float32 products may be told to use
-one).
+Hence λ1(sG) ≤ 1 + δ with :math:`\delta = c\,q + \gamma_{L+4}\,s\,w + 4v` and 1e-30
+added for underflow. s is chosen for a guessed δ. If δ turns out larger, nothing is proved and the
+cell is left to float64, as is a cell that fails while δ takes much of its margin. All arithmetic is
+done by NumPy and LAPACK, which never reduce the precision (torch's float32 products may).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from lipbound.bounds.supremum.triangles import Triangles, pieces
 from lipbound.runtime import in_threads
 
 UNIT32 = 2.0**-24
-SHARE, MOST = 0.4, 1.0  # of a cell's gap θ² that δ may take: to be the last word, and to be tried
+SHARE, MOST = 0.4, 1.0  # share of θ² that δ may take: for a failure to count, and for a test
 YES, NO, UNDECIDED = 1, 0, -1
 
 
@@ -48,16 +47,16 @@ def _gamma(count: float) -> float:
 
 
 class Single:
-    """Proofs for the cells of one field."""
+    """Single-precision proofs for the cells of one field."""
 
     def __init__(self, field: Field):
         self.field = field
-        # What q is like for random symbols; from the first factor on, what it was.
+        # Typical q of random symbols; replaced by the measured q after the first factor.
         self.spread = np.full(field.blocks, 0.7 * field.rows**1.5)
 
     def suits(self, block: Integers, angle: Floats, limit: Floats) -> NDArray[np.bool_]:
-        """Which cells leave room enough: ``(P,)``."""
-        if not triangles.suits(self.field):  # below, float64 is as fast
+        """Which cells have enough margin: ``(P,)``."""
+        if not triangles.suits(self.field):  # otherwise float64 is as fast
             return np.zeros(len(block), dtype=bool)
         return self._guess(block, limit) <= MOST * np.square(angle)
 
@@ -67,7 +66,7 @@ class Single:
 
     @cached_property
     def weight(self) -> Floats:
-        """w of every block, from above."""
+        """Upper bound on w for every block."""
         field = self.field
         sums = field.even[:, 0].abs()
         for lags in (field.even[:, 1:], field.odd):
@@ -86,7 +85,7 @@ class Single:
         return factor * spread + _gamma(lags + 4) * weight + 4 * UNIT32 + 1e-30
 
     def prove(self, block: Integers, frequency: Floats, limit: Floats, angle: Floats) -> Integers:
-        """Whether λ1(FF*) ≤ limit at each cell's centre: YES, or NO, or UNDECIDED."""
+        """Test λ1(FF*) ≤ limit at each cell's centre: YES, NO or UNDECIDED."""
         answer = np.empty(len(block), dtype=np.int64)
         for part in self.field.chunks(len(block), entry=8):
             answer[part] = self._prove(block[part], frequency[part], limit[part], angle[part])
@@ -94,7 +93,7 @@ class Single:
 
     def _prove(self, block: Integers, frequency: Floats, limit: Floats, angle: Floats) -> Integers:
         lags = self.triangles
-        # The guess is made a little larger, so that s·w, which grows with it, stays within.
+        # Enlarge the guess a little, so that it covers s·w, which grows with it.
         guess = self._guess(block, limit) * 1.01
         scale = (1 + guess) / limit * (1 + 1e-14)
         found, spread = np.empty(len(block), dtype=bool), np.empty(len(block))
@@ -115,7 +114,7 @@ class Single:
 
 
 def _spread(factors: NDArray[np.complex64]) -> Floats:
-    """The bound on q for transposed factors: ``(P,)``."""
+    """Upper bound on q for transposed factors: ``(P,)``."""
     count, size, _ = factors.shape
     weights = np.sqrt(np.arange(3, size + 3, dtype=np.float32))[:, None]
     bands = [(first, np.abs(band)) for (first, _), band in pieces(factors)]

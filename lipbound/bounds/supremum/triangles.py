@@ -1,7 +1,7 @@
-"""I − s·FF* on the CPU, the diagonal and above it: all that a Cholesky factorization reads.
+"""Upper triangles of I − s·FF* on the CPU, which is all that a Cholesky factorization reads.
 
-In bands of rows, each from its first diagonal entry to the right, so that what a product makes is
-still in the cache when it is taken apart into real and imaginary parts.
+They are computed in bands of rows, each from its first diagonal entry to the right. The result of a
+product is then still in the cache when it is stored as real and imaginary part.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lipbound.runtime import in_threads
 
 BANDS = 8
 LEAST = 16  # rows of a band
-ROWS = 48  # below, neither bands nor threads pay
+ROWS = 48  # below this, bands and threads are not faster
 
 Band = tuple[int, int]
 
 
 def bands(size: int) -> list[Band]:
-    """First and last row of each, the last excluded.
+    """First row and last row (excluded) of each band.
 
     Example:
         >>> bands(40)
@@ -39,14 +39,12 @@ def bands(size: int) -> list[Band]:
 
 
 def suits(field: Field) -> bool:
-    """Whether it is worth it."""
+    """Whether triangles are available for the field and faster."""
     return field.device.type == "cpu" and field.keeps_lags and field.rows >= ROWS
 
 
 class Triangles:
-    """Lags of a field that keeps them, as ``real`` numbers of one precision, without what no
-    factor reads: zeros within the bands, nothing to the left of them.
-    """
+    """Upper triangles of a field's lag matrices, in bands, in the precision ``real``."""
 
     def __init__(self, field: Field, real: type[np.floating[Any]]):
         self.field, self.real = field, real
@@ -65,7 +63,7 @@ class Triangles:
             self.lags[b].append(parts)
 
     def gaps(self, block: Integers, frequency: Floats, scale: Floats) -> NDArray[Any]:
-        """I − scale·FF* at each frequency: ``(P, n, n)``, nothing to the left of the bands."""
+        """I − scale·FF* at each frequency: ``(P, n, n)``, undefined left of the bands."""
         size, count = self.field.rows, len(self.field.lags)
         waves = self.field.lag_waves(frequency, -scale).astype(self.real)
         gaps = np.empty((len(block), size, size), dtype=np.result_type(self.real, np.complex64))
@@ -78,7 +76,7 @@ class Triangles:
         return gaps
 
     def positive(self, block: Integers, frequency: Floats, scale: Floats) -> NDArray[np.bool_]:
-        """Where I − scale·FF* has a Cholesky factor in floating point."""
+        """Test where I − scale·FF* has a Cholesky factor in floating point."""
         found = np.empty(len(block), dtype=bool)
 
         def work(part: slice) -> None:
@@ -90,9 +88,9 @@ class Triangles:
     def bottom_eigenpairs(
         self, block: Integers, frequency: Floats, scale: Floats, start: Tensor, steps: int
     ) -> tuple[Floats, Tensor]:
-        """As :func:`lipbound.bounds.supremum.eigen.bottom_eigenpairs` of I − scale·FF*.
+        """Call :func:`lipbound.bounds.supremum.eigen.bottom_eigenpairs` for I − scale·FF*.
 
-        Eigenvalues far below 0 may be too much for the precision, and come out as NaN.
+        Eigenvalues far below 0 may overflow, and are then returned as NaN.
         """
         least, left = np.empty(len(block)), torch.empty_like(start)
         begin, end = start.numpy(), left.numpy()
@@ -118,12 +116,12 @@ class Triangles:
 
 
 def chebyshev(gaps: NDArray[Any], start: NDArray[Any], steps: int) -> list[NDArray[Any]]:
-    """T_k(I − 2·gap)·start for k up to ``steps``: ``(P, n, 1)`` each; gaps as of Triangles."""
+    """Compute T_k(I − 2·gap)·start for k ≤ ``steps``, ``(P, n, 1)`` each, from banded gaps."""
     size = gaps.shape[-1]
     diagonal = gaps.reshape(len(gaps), -1)[:, :: size + 1, None]
 
     def turned(vector: NDArray[Any]) -> NDArray[Any]:
-        image = -diagonal * vector  # which both halves have
+        image = -diagonal * vector  # both halves include the diagonal
         for (first, last), band in pieces(gaps):
             image[:, first:last] += band @ vector[:, first:]
             image[:, first:] += (band.swapaxes(1, 2) @ vector[:, first:last].conj()).conj()
@@ -137,6 +135,6 @@ def chebyshev(gaps: NDArray[Any], start: NDArray[Any], steps: int) -> list[NDArr
 
 
 def pieces(matrices: NDArray[Any]) -> Iterator[tuple[Band, NDArray[Any]]]:
-    """The bands of matrices of :class:`Triangles`."""
+    """Yield the bands of matrices from :class:`Triangles`."""
     for first, last in bands(matrices.shape[-1]):
         yield (first, last), matrices[:, first:last, first:]

@@ -1,4 +1,4 @@
-"""Lipschitz rules of PyTorch's operations, one file per family."""
+"""Lipschitz rules for PyTorch's operations, one file per family of operations."""
 
 from lipbound.network.rules import elementwise, linear, pooling, shapes
 from lipbound.network.rules.values import (

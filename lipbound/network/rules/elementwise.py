@@ -1,4 +1,4 @@
-"""Activations by their largest slope, arithmetic with constants, reductions, normalizations."""
+"""Rules for activations, arithmetic with constants, reductions and normalizations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lipbound.network.rules.values import (
     up,
 )
 
-ROUNDED = 1 + 2.0**-20  # kernels keep constants such as √2/2 in float32
+ROUNDED = 1 + 2.0**-20  # PyTorch's kernels store constants such as √2/2 in float32
 SIXTH = 0.16666667163372043  # torch's 1/6 is a float32
-# Largest |slope| where it is one number.
+# Largest |slope| of operations for which it is a fixed number.
 SLOPES = {
     **dict.fromkeys(
         [
@@ -47,7 +47,7 @@ SLOPES = {
     "_softmax": 0.5,
 }  # fmt: skip
 GELU = {"none": 1.1289041451851548 * ROUNDED, "tanh": 1.1289930686587718 * ROUNDED}
-JUMP = 1e-6  # an implementation that jumps by more is no continuous function
+JUMP = 1e-6  # an implementation that jumps by more counts as discontinuous
 
 
 def _slope(name: str, slope: float) -> None:
@@ -78,14 +78,14 @@ def _leaky(step: Step) -> float:
 def _prelu(step: Step) -> float:
     weight = step["weight"]
     if not isinstance(weight, Tensor):
-        raise Unbounded("a slope that depends on the input")
+        raise Unbounded("the slope depends on the input")
     return steepest(1.0, float(weight.abs().max()))
 
 
 @register_rule("aten.dropout", "aten.native_dropout", "aten.feature_dropout", "aten.alpha_dropout")
 def _dropout(step: Step) -> float:
-    if step["train"] is not False:  # native_dropout takes None for True
-        raise Unbounded("dropout is active even in eval mode: pass training=self.training")
+    if step["train"] is not False:  # native_dropout treats None as True
+        raise Unbounded("dropout is active even in eval mode; pass training=self.training")
     return 1.0
 
 
@@ -103,7 +103,7 @@ def _elu(step: Step) -> float:
         raise Unbounded(f"ELU with input_scale={step['input_scale']} grows exponentially")
     scale = step.size("scale")
     slope = up(up(scale * step.size("alpha")) * step.size("input_scale"))
-    return steepest(scale, up(slope * ROUNDED))  # whose products are rounded again
+    return steepest(scale, up(slope * ROUNDED))  # ROUNDED, because PyTorch rounds these products
 
 
 @register_rule("aten.celu", "aten.celu_")
@@ -115,16 +115,16 @@ def _celu(step: Step) -> float:
 
 @register_rule("aten.softplus")
 def _softplus(step: Step) -> Value:
-    """1-Lipschitz, but torch switches to the identity at βx > threshold: a jump.
+    """Bound softplus by 1, with an error: torch jumps to the identity at βx > threshold.
 
-    It is where the network's precision sees the threshold, hence a little earlier.
+    The network's precision rounds the threshold, so the jump can come a little earlier.
     """
     threshold = step["threshold"] - abs(step["threshold"]) * 2.0**-20
     jump = up(up(math.log1p(math.exp(-threshold))) / abs(step["beta"]) * ROUNDED)
     if not jump <= JUMP:
         raise Unbounded(
-            f"softplus jumps by {jump:.1e} at its threshold {step['threshold']:g}, and at most "
-            f"{JUMP:g} is allowed; the default threshold of 20 is enough"
+            f"softplus jumps by {jump:.1e} at its threshold {step['threshold']:g}, but at most "
+            f"{JUMP:g} is allowed; use the default threshold of 20"
         )
     step.note(f"each entry of softplus jumps by {jump:.1e} at its threshold")
     value = step.only()
@@ -135,13 +135,13 @@ def _softplus(step: Step) -> Value:
     "aten.hardshrink", "aten.round", "aten.sign", "aten.floor", "aten.ceil", "aten.trunc"
 )
 def _jumps(step: Step) -> float:
-    raise Unbounded("it is discontinuous")
+    raise Unbounded("the operation is discontinuous")
 
 
 @register_rule("aten.threshold")
 def _threshold(step: Step) -> float:
     if step["threshold"] != step["value"]:
-        raise Unbounded("it is discontinuous")
+        raise Unbounded("the operation is discontinuous")
     return 1.0  # max(x, threshold)
 
 
@@ -152,7 +152,7 @@ def _log_softmax(step: Step) -> float:
 
 @register_rule("aten.add", "aten.sub", "aten.add_", "aten.sub_", "aten.rsub")
 def add(step: Step) -> Value:
-    """α scales the second (of rsub the first); both may be spread by broadcasting."""
+    """Bound a sum. α scales the second term (in rsub the first); both may be broadcast."""
     alpha = step.size("alpha")
     sign = -1.0 if "sub" in step.call.op else 1.0
     terms = [(step["self"], 1.0), (step["other"], alpha)]
@@ -170,7 +170,7 @@ def add(step: Step) -> Value:
 
 
 def _merged(step: Step, factor: float) -> Value | None:
-    """The sum as one convolution, for whatever the network takes the factor for."""
+    """Bound the sum as one convolution, for each value to which the factor may be rounded."""
     from lipbound.network.rules.linear import sum_of_linears
 
     found = []
@@ -183,7 +183,7 @@ def _merged(step: Step, factor: float) -> Value | None:
 
 
 def _is_one_plus_abs(value: Value, of: Any) -> bool:
-    """Whether a value was computed as 1 + |x| of that very x."""
+    """Tell whether a value was computed as 1 + |x| from exactly this x."""
     if value.origin is None or value.origin.call.op != "aten.add":
         return False
     inner, other, alpha = (value.origin.arguments.get(k) for k in ("self", "other", "alpha"))
@@ -203,7 +203,7 @@ def _multiply(step: Step) -> Value:
     one, other = step["self"], step["other"]
     divided = "div" in step.call.op
     if divided and step.arguments.get("rounding_mode"):
-        raise Unbounded("it is discontinuous")
+        raise Unbounded("the operation is discontinuous")
     if divided and isinstance(other, Value) and _is_one_plus_abs(other, one):
         return one.times(1.0, step.shape)  # softsign
     if not divided and isinstance(one, Value) and isinstance(other, Value):
@@ -216,18 +216,18 @@ def _multiply(step: Step) -> Value:
 
 
 def _gain(factor: Any, divided: bool, dtype: torch.dtype | None) -> list[float]:
-    """The largest |factor|, or 1/|factor|, which kernels may round before they multiply with it."""
+    """Return the largest |factor| or 1/|factor|, in each precision PyTorch may round it to."""
     if isinstance(factor, Tensor):
         sizes = factor.double().abs()
         found = float((1 / sizes if divided else sizes).max()) if sizes.numel() else 0.0
         if math.isnan(found):
-            raise Unbounded("a constant that it multiplies with is not a number")
+            raise Unbounded("a constant factor is not a number")
         return [up(found) if divided else found]
     known = [abs(number) for number in readings(factor, dtype)]
     if not divided:
         return known
     if not all(known):
-        raise Unbounded("a division by zero")
+        raise Unbounded("it divides by zero")
     return [up(one) for number in known for one in readings(1 / number, dtype)]
 
 
@@ -239,18 +239,18 @@ def _extremum(step: Step) -> Value:
 
 @register_rule("aten.max", "aten.min")
 def _largest(step: Step) -> Value:
-    """The largest entry of all or of an axis, or entry by entry of two."""
+    """Bound a maximum over all entries, over an axis, or of two tensors entry by entry."""
     return _extremum(step) if "other" in step.arguments else step.only().times(1.0, step.call.shape)
 
 
 def _made_by(value: Any, op: str) -> dict[str, Any]:
-    """The arguments that a value was computed from, if by that operation."""
+    """Return the arguments from which ``op`` computed a value; empty for other operations."""
     origin = value.origin if isinstance(value, Value) else None
     return origin.arguments if origin is not None and origin.call.op == op else {}
 
 
 def _is_softshrink(condition: Value, one: Any, other: Any) -> Value | None:
-    """x, if this is |x| > λ ? x − λ sign(x) : 0·x, which is how softshrink is captured."""
+    """Return x if this is |x| > λ ? x − λ sign(x) : 0·x, the captured form of softshrink."""
     test = _made_by(condition, "aten.gt")
     inner = _made_by(test.get("self"), "aten.abs").get("self")
     outside = _made_by(one, "aten.sub")
@@ -276,7 +276,7 @@ def _where(step: Step) -> Value:
     if isinstance(step["condition"], Value):
         inner = _is_softshrink(step["condition"], step["self"], step["other"])
         if inner is None:
-            raise Unbounded("a choice that depends on the input is discontinuous")
+            raise Unbounded("a condition that depends on the input is discontinuous")
         return inner.times(1.0, step.shape)
     return _extremum(step)
 
@@ -284,13 +284,13 @@ def _where(step: Step) -> Value:
 @register_rule("aten.masked_fill", "aten.masked_fill_")
 def _masked_fill(step: Step) -> Value:
     if isinstance(step["mask"], Value):
-        raise Unbounded("a choice that depends on the input is discontinuous")
+        raise Unbounded("a mask that depends on the input is discontinuous")
     return _extremum(step)
 
 
 @register_rule("aten.cumsum")
 def _cumsum(step: Step) -> float:
-    """σ1 of the n×n triangle of ones: 1/(2 sin(π/(4n + 2)))."""
+    """Return σ1 of the n×n triangular matrix of ones: 1/(2 sin(π/(4n + 2)))."""
     size = step.shape[step["dim"]] if step.shape else 1
     return up(0.5 / math.sin(math.pi / (4 * size + 2)) * (1 + 2.0**-48))
 
@@ -300,14 +300,14 @@ def _reduce(step: Step) -> Value:
     value = step.only()
     count = math.prod(value.shape) / max(1, math.prod(step.shape))
     if step.call.op == "aten.linalg_vector_norm" and step["ord"] != 2:
-        raise Unbounded(f"a norm of order {step['ord']} has no rule")
+        raise Unbounded(f"there is no rule for a norm of order {step['ord']}")
     root = up(math.sqrt(count))
     mean = up(root * max(readings(1 / count, step.call.dtype)))
     return value.times({"aten.mean": mean, "aten.sum": root}.get(step.call.op, 1.0), step.shape)
 
 
 def _normalized(step: Step, count: int) -> float:
-    """‖diag(γ)P‖/√ε ≤ max|γ|/√ε: x ↦ Px/√(var + ε) has its steepest point at var = 0."""
+    """Bound by ‖diag(γ)P‖/√ε ≤ max|γ|/√ε: x ↦ Px/√(var + ε) is steepest at var = 0."""
     weight, eps = step["weight"], min(readings(step["eps"], step.call.dtype))
     if not eps > 0:
         raise Unbounded("a normalization with eps=0 is arbitrarily steep near constant inputs")
@@ -331,7 +331,7 @@ def _instance_norm(step: Step) -> Any:
         return _normalized(step, math.prod(step.shape[2:]))
     from lipbound.network.rules.linear import batch_norm
 
-    return batch_norm(step)  # with running statistics it is that
+    return batch_norm(step)  # with running statistics it is a BatchNorm
 
 
 @register_rule("aten.scaled_dot_product_attention")

@@ -1,4 +1,4 @@
-"""Convolutions, matrices and BatchNorm, kept together as long as they are linear."""
+"""Rules for convolutions, matrices and BatchNorm, which are merged as long as possible."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _convolution(step: Step) -> Value:
 
 def _linear(step: Step, value: Any, weight: Any, transposed: bool) -> Value:
     if not isinstance(value, Value) or not isinstance(weight, Tensor):
-        raise Unbounded("a convolution whose kernel depends on the input")
+        raise Unbounded("the kernel of a convolution depends on the input")
     dims = weight.ndim - 2
     padding = step["padding"]
     options: dict[str, Any] = {
@@ -57,7 +57,7 @@ def _linear(step: Step, value: Any, weight: Any, transposed: bool) -> Value:
     conv = convolution(weight.double(), **options)
     anchor = value
     if value.padding is not None and not transposed and all(p == (0, 0) for p in conv.padding):
-        # The padding that nn.Conv2d(padding_mode='circular') does by itself.
+        # nn.Conv2d(padding_mode='circular') pads in a separate operation.
         source, mode, pairs = value.padding
         if len(pairs) == dims:
             anchor = source
@@ -88,13 +88,13 @@ def _matrix(step: Step) -> Value:
 
 
 def _met(value: Value, matrices: Tensor) -> float:
-    """√(how many matrices of a batch each matrix of entries is multiplied with)."""
+    """Return √(number of matrices with which each matrix of the value is multiplied)."""
     together = torch.broadcast_shapes(value.shape[:-2], matrices.shape[:-2])
     return up(math.sqrt(math.prod(together) / math.prod(value.shape[:-2])))
 
 
 def stack_norm(matrices: Tensor) -> float:
-    """The largest σ1 of a batch of matrices, from above."""
+    """Return an upper bound on the largest σ1 of a batch of matrices."""
     scaled, power = normalised(matrices)
     flat = scaled.reshape(-1, *scaled.shape[-2:])
     return up(up(float(spectral_norm_above(flat).max())) * power)
@@ -114,11 +114,11 @@ def _batched_product(step: Step) -> Value:
 
 @register_rule("aten.einsum")
 def _einsum(step: Step) -> Value:
-    """One value and one constant: a batch of matrices, by what each letter does.
+    """Bound einsum of one value and one constant, which is a batch of matrix products.
 
-    A letter of both and of the result numbers the batch; one of both alone is summed in the
-    product, one of the constant and the result is a new axis, one of the value and the result is
-    carried along. A letter of one operand alone is summed, √n.
+    A letter in both operands and the result numbers the batch. A letter in both operands only is
+    summed in the product. A letter in one operand and the result is a new axis (constant) or is
+    carried along (value). A letter in one operand only is summed, which costs √n.
     """
     operands = step["tensors"]
     terms, arrow, result = step["equation"].replace(" ", "").partition("->")
@@ -127,7 +127,7 @@ def _einsum(step: Step) -> Value:
     plain = arrow and "." not in terms and all(len({*term}) == len(term) for term in letters)
     if len(values) != 1 or len(operands) > 2 or not plain:
         raise Unbounded(
-            f"einsum {step['equation']!r} has no rule; there is one for one activation and one "
+            f"there is no rule for einsum {step['equation']!r}, only for one activation and one "
             f"constant, with '->' and without '...' or repeated letters"
         )
     place = operands.index(values[0])
@@ -137,7 +137,7 @@ def _einsum(step: Step) -> Value:
         theirs, constant = letters[1 - place], operands[1 - place]
     for letter, size in zip(theirs, constant.shape, strict=True):
         if sizes.setdefault(letter, size) != size:
-            raise Unbounded(f"einsum {step['equation']!r} spreads an axis of size 1: no rule")
+            raise Unbounded(f"no rule for einsum {step['equation']!r} with a broadcast axis")
     batch = [c for c in theirs if c in mine and c in result]
     inner = [c for c in theirs if c in mine and c not in result]
     outer = [c for c in theirs if c not in mine]
@@ -152,7 +152,7 @@ def _einsum(step: Step) -> Value:
 @register_rule("aten._native_batch_norm_legit_no_training", "aten.batch_norm",
                "aten.cudnn_batch_norm", "aten.native_batch_norm")  # fmt: skip
 def batch_norm(step: Step) -> Any:
-    """With running statistics every channel is multiplied by a constant."""
+    """Bound BatchNorm with running statistics, which multiplies each channel by a constant."""
     value = step["input"]
     variance = step["running_var"]
     if step.arguments.get("training") or not isinstance(variance, Tensor):
@@ -160,7 +160,7 @@ def batch_norm(step: Step) -> Any:
     eps = min(readings(step["eps"], step.call.dtype))
     gains = batch_norm_gains(variance, step["weight"], eps)
     if not bool(torch.isfinite(gains).all()):
-        raise Unbounded("BatchNorm's statistics or weights give no finite gains")
+        raise Unbounded("BatchNorm's statistics or weights do not give finite gains")
     result = _scaled(value, gains, step) if value.linear is not None else None
     if result is None:
         result = value.times(up(float(gains.abs().max()) * (1 + 1e-15)), step.call.shape)
@@ -168,7 +168,7 @@ def batch_norm(step: Step) -> Any:
 
 
 def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
-    """A convolution with its output channels multiplied: still one."""
+    """Fold the gains of the output channels into the convolution."""
     assert value.linear is not None
     conv, slack = value.linear.conv, value.linear.slack
     if conv.out_channels != len(gains) or len(value.shape) != conv.dims + 2 or value.shape[0] != 1:
@@ -191,7 +191,7 @@ def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
 
 
 def _lost(kernel: Tensor, factor: Tensor | float) -> float:
-    """What underflow takes from their product, as an operator."""
+    """Bound the norm of what underflow removes from the product of kernel and factor."""
     factor = torch.as_tensor(factor, dtype=kernel.dtype, device=kernel.device)
     gone = ((kernel * factor).abs() < 2.0**-1000) & (kernel != 0) & (factor != 0)
     return kernel.numel() * 2.0**-1074 if bool(gone.any()) else 0.0
@@ -200,10 +200,10 @@ def _lost(kernel: Tensor, factor: Tensor | float) -> float:
 def sum_of_linears(
     one: Value, first: float, other: Value, second: float, step: Step
 ) -> Value | None:
-    """Two convolutions of the same value, added: one convolution. ``None`` if they are not that.
+    """Add two convolutions of the same value to one; ``None`` if they are not of that form.
 
-    The value itself counts as one, with a kernel of one tap: x + W x is bounded by the symbol of
-    I + W, which can be far below 1 + ‖W‖.
+    The value itself counts as a convolution with a kernel of one tap: x + W x is bounded by the
+    symbol of I + W, which can be far below 1 + ‖W‖.
     """
     for a, b in ((one, other), (other, one)):
         if a.linear is None:
@@ -236,7 +236,7 @@ def sum_of_linears(
 
 
 def _dense(value: Value, factor: float, anchor: Value, device: torch.device) -> Tensor | None:
-    """Its kernel relative to the anchor, centred and of odd size; ``None`` if it has a stride."""
+    """Return the kernel relative to the anchor, centred, of odd size; ``None`` with a stride."""
     if value is anchor:
         dims = len(value.shape) - 2
         eye = torch.eye(value.shape[1], dtype=torch.float64, device=device)
@@ -251,7 +251,7 @@ def _dense(value: Value, factor: float, anchor: Value, device: torch.device) -> 
     kernel = factor * conv.kernel
     amounts: list[int] = []
     for size, (before, _) in zip(conv.kernel.shape[2:], conv.padding, strict=True):
-        # Tap h sits at h − before: reach from −before to size − 1 − before, made symmetric.
+        # Tap h is at h − before: the taps reach from −before to size − 1 − before; pad to symmetry.
         reach = max(before, size - 1 - before)
         amounts = [reach - before, reach - (size - 1 - before), *amounts]
     return functional.pad(kernel, amounts)

@@ -1,4 +1,4 @@
-"""Pooling and interpolation."""
+"""Rules for pooling and interpolation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from lipbound.bounds.banded import banded_norm_above
 from lipbound.network.rules.values import Step, Unbounded, axes, register_rule, up, windows
 
-PIECE = 512  # lines at once
+PIECE = 512  # number of lines to process at once
 
 
 @register_rule(*[
@@ -24,7 +24,7 @@ PIECE = 512  # lines at once
     )
 ])  # fmt: skip
 def _max_pool(step: Step) -> Any:
-    """√(the largest number of windows that see one entry)."""
+    """Return √(the largest number of windows that contain one entry)."""
     value = step.only()
     dims = 1 if "1d" in step.call.op else 2 if "2d" in step.call.op else 3
     kernel = axes(step["kernel_size"], dims)
@@ -60,10 +60,10 @@ def _adaptive_max_pool(step: Step) -> Any:
     )
 ])  # fmt: skip
 def _separable(step: Step) -> float:
-    """The norm of an operation that is linear, the same for every channel, and a product of axes.
+    """Bound an operation that is linear, equal for all channels, and separable over its axes.
 
-    So it is the product of the norms of its axes' matrices, each of which is what the operation
-    does to lines. Interpolation computes where pixels lie in the network's precision.
+    Its norm is the product of the norms of one matrix per axis: the operation on lines along that
+    axis. Interpolation computes the positions of pixels in the network's precision.
     """
     dims = {"1d": 1, "2d": 2, "3d": 3}[step.call.op.removesuffix("_aa")[-2:]]
     sizes = step.only().shape[-dims:]
@@ -76,11 +76,11 @@ def _separable(step: Step) -> float:
     return up(max(gains) / abs(divisor or 1) * (1 + 2.0**-40))
 
 
-Lines = Callable[[Tensor], Tensor]  # from (lines, 1, n) to (lines, 1, m)
+Lines = Callable[[Tensor], Tensor]  # maps (lines, 1, n) to (lines, 1, m)
 
 
 def _lines(step: Step, axis: int, dims: int) -> Lines:
-    """The operation on lines along one axis."""
+    """Return the operation on lines along one axis."""
     name = step.call.op.removeprefix("aten.")
     aten = torch.ops.aten
     if "adaptive" in name:
@@ -90,7 +90,7 @@ def _lines(step: Step, axis: int, dims: int) -> Lines:
         kernel = axes(step["kernel_size"], dims)
         options = [axes(step["stride"] or kernel, dims), axes(step["padding"], dims)]
         k, s, p = (numbers[axis] for numbers in (kernel, *options))
-        # A divisor of its own is taken once, for all axes.
+        # divisor_override is applied once, not once per axis.
         own = 1 if step.arguments.get("divisor_override") else None
         rest = [bool(step["ceil_mode"]), bool(step["count_include_pad"]), own]
         return lambda lines: aten.avg_pool2d(lines, [1, k], [1, s], [0, p], *rest)
@@ -107,7 +107,7 @@ def _lines(step: Step, axis: int, dims: int) -> Lines:
 
 
 def _scale(step: Step, axis: int, dims: int) -> float | None:
-    """The factor an axis was to be resized by, where coordinates are computed from it."""
+    """Return the factor by which an axis is resized, if coordinates are computed from it."""
     if step.arguments.get("scale_factors") is not None:
         return float(axes(step["scale_factors"], dims)[axis])
     names = {1: ["scales"], 2: ["scales_h", "scales_w"], 3: ["scales_d", "scales_h", "scales_w"]}
@@ -116,7 +116,7 @@ def _scale(step: Step, axis: int, dims: int) -> float | None:
 
 
 def _line_norm(run: Lines, size: int, dtype: torch.dtype) -> float:
-    """σ1 of a linear map on lines, from above."""
+    """Return an upper bound on σ1 of a linear map on lines."""
     columns = []
     for start in range(0, size, PIECE):
         count = min(PIECE, size - start)
@@ -125,5 +125,5 @@ def _line_norm(run: Lines, size: int, dtype: torch.dtype) -> float:
         columns.append(sparse.csr_array(run(basis)[:, 0].double().numpy()))
     matrix = sparse.csr_array(sparse.vstack(columns))  # (n, m), transposed
     if not matrix.shape[1]:
-        raise Unbounded("its output is empty")
+        raise Unbounded("the output is empty")
     return banded_norm_above(matrix)

@@ -1,4 +1,4 @@
-"""Operations that move, copy, cut or join entries."""
+"""Rules for operations that move, copy, cut or join entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVES = [
 @register_rule(*[f"aten.{name}" for name in MOVES])
 def _move(step: Step) -> float:
     if step.call.overload == "dtype" and step.call.op in ("aten.view", "aten.alias"):
-        raise Unbounded("it reads the same bits as other numbers")
+        raise Unbounded("it reinterprets the bits as another type")
     _check_cast(step)
     return 1.0
 
@@ -40,14 +40,14 @@ def _move(step: Step) -> float:
 @register_rule("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.new_zeros",
                "aten.new_ones", "aten.new_full")  # fmt: skip
 def _constant(step: Step) -> float:
-    return 0.0  # of the value only the shape is read
+    return 0.0  # only the shape of the value is used
 
 
 def _check_cast(step: Step) -> None:
-    """A cast rounds. To 16 bits that is rounding like any other here, and said; to 8 it is steps.
+    """Note that a cast to 16 bits rounds, and refuse a cast to 8 bits, which makes steps.
 
     Raises:
-        Unbounded: If the result has less than 16 bits.
+        Unbounded: If the result has fewer than 16 bits.
     """
     dtype, given = step.call.dtype, step.arguments.get("dtype")
     if dtype is not None and dtype.itemsize < 2:
@@ -59,7 +59,7 @@ def _check_cast(step: Step) -> None:
 
 @register_rule("aten.copy", "aten.copy_")
 def _copy(step: Step) -> Value:
-    """What was there before is gone; what comes may be spread by broadcasting."""
+    """Bound a copy, which discards the old values and may broadcast the new ones."""
     source = step["src"]
     step.read.add("self")
     _check_cast(step)
@@ -91,14 +91,14 @@ def _join(step: Step) -> Value:
 
 @register_rule("aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter")
 def _scatter(step: Step) -> Value:
-    """Entries of one value, the others of another."""
+    """Bound a tensor whose entries come from one value or from the other."""
     _check_cast(step)
     return _join(step)
 
 
 @register_rule("aten.im2col", "aten.col2im")
 def _unfold(step: Step) -> float:
-    """√(how many windows see one pixel), either way: one is the adjoint of the other."""
+    """Return √(number of windows that contain one pixel); col2im is the adjoint of im2col."""
     image = step["output_size"] if "col2im" in step.call.op else step.only().shape[-2:]
     geometry = [axes(step[name], 2) for name in ("kernel_size", "stride", "padding", "dilation")]
     step.read |= step.arguments.keys()
@@ -115,7 +115,7 @@ def _index_select(step: Step) -> float:
 
 @register_rule("aten.index")
 def _index(step: Step) -> float:
-    """√(how often one entry is taken) for constant indices."""
+    """Return √(largest number of times that constant indices select one entry)."""
     value = step.only()
     if step["self"] is not value:
         raise Unbounded("an index that depends on the input is discontinuous")
@@ -129,7 +129,7 @@ def _index(step: Step) -> float:
                "aten.replication_pad1d", "aten.replication_pad2d", "aten.reflection_pad3d",
                "aten.replication_pad3d")  # fmt: skip
 def pad(step: Step) -> Value:
-    """√(largest number of copies of one entry), axes multiply. A convolution may undo this."""
+    """Bound by √(largest number of copies of one entry), a product over the axes."""
     value = step.only()
     mode = step.arguments.get("mode", "zeros")
     mode = "zeros" if mode == "constant" else mode
@@ -142,9 +142,9 @@ def pad(step: Step) -> Value:
     for size, (before, after) in zip(value.shape[-len(pairs) :], pairs, strict=True):
         gain *= _copies(size, before, after, mode)
     result = value.times(up(math.sqrt(gain)), step.shape)
-    filled = mode == "zeros" and step.arguments.get("value")  # with something else than zeros
+    filled = mode == "zeros" and step.arguments.get("value")  # padded with a value other than zero
     if not filled and all(p >= 0 for pair in pairs for p in pair):
-        result.padding = (value, mode, pairs)
+        result.padding = (value, mode, pairs)  # a convolution may absorb the padding
     return result
 
 

@@ -1,4 +1,4 @@
-"""What is known of a value inside a network, and the table of rules."""
+"""Values inside a network with their Lipschitz bounds, and the table of rules."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lipbound.network.graph import Call, Reference
 
 @dataclass(frozen=True)
 class Options:
-    """How hard to work, and what has been done.
+    """Options of an audit, and results to reuse.
 
     Attributes:
-        rtol: The width of brackets.
-        effort: Whether to weight blocks.
-        method: The layers' bound.
-        done: Intervals that were found, by what they are of.
-        notes: What was assumed on the way, for a person.
+        rtol: Relative width of the layers' certified intervals.
+        effort: ``'high'`` to bound residual blocks by weighted norms, else ``'normal'``.
+        method: Name of the bound to use for each layer.
+        done: Intervals found so far, by a key of the layer.
+        notes: Assumptions to report to the user.
     """
 
     rtol: float = 1e-3
@@ -38,21 +38,21 @@ class Options:
     notes: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
 
     def keep(self, layer: Layer, found: Bracket) -> None:
-        """Spare an equal layer, met again in the graph, a second search."""
+        """Store a layer's interval, so that an equal layer in the graph needs no second search."""
         self.done[_identity(convolution(layer))] = found
 
 
 def _identity(conv: Convolution) -> tuple[Any, ...]:
-    """Equal for equal geometries and numbers, whatever type they are stored in."""
+    """Return a key that is equal for equal geometry and numbers, independent of their type."""
     numbers = conv.kernel.detach().double().cpu().contiguous().numpy()
     geometry = [getattr(conv, part.name) for part in fields(conv) if part.name != "kernel"]
     return hashlib.blake2b(numbers.data).digest(), numbers.shape, *geometry
 
 
 def layer_bracket(layer: Layer, options: Options) -> Bracket:
-    """A certified interval of one layer's norm; of another method than the bracket, from 0.
+    """Return a certified interval of a layer's norm; it starts at 0 unless it is a bracket.
 
-    A matrix has one norm, whatever the method.
+    A matrix is bracketed with every method.
     """
     conv = convolution(layer)
     known = options.done.get(_identity(conv))
@@ -68,14 +68,14 @@ def layer_bracket(layer: Layer, options: Options) -> Bracket:
 class Linear:
     """A value that is a convolution (or matrix) of an earlier one, plus a constant.
 
-    Kept unevaluated, so that a BatchNorm can be folded in and parallel branches be added first.
+    It is bounded late, so that a BatchNorm can be folded in and parallel branches can be added.
 
     Attributes:
-        anchor: What it is a convolution of.
+        anchor: The earlier value.
         conv: The operator, with its input size; D = 0 for a matrix.
-        options: How hard to work.
-        slack: Bounds the norm of what rounding did to the kernel, absolutely,
-        rounded: and relative to each entry's size.
+        options: Options of the audit.
+        slack: Bound on the norm of the kernel's absolute rounding errors.
+        rounded: Bound on the rounding error of each kernel entry, relative to its size.
     """
 
     anchor: Value
@@ -86,19 +86,19 @@ class Linear:
 
     @property
     def error(self) -> float:
-        """Bounds the norm of what ``conv``, a matrix here, is off by."""
+        """Bound the norm of the rounding errors in ``conv``, which must be a matrix."""
         if not self.slack and not self.rounded:
             return 0.0
         return up(self.slack + up(self.rounded * norm_above(self.conv.kernel)))
 
     @cached_property
     def norm(self) -> float:
-        """A certified bound on its norm at this input size.
+        """Return a certified bound on the norm at this input size.
 
-        Zero padding is bounded for every size, which is hardly more.
+        With zero padding the bound holds for every size, which makes it hardly larger.
 
-        The factor pays for one rounding of every entry (a BatchNorm folded in), ``slack`` for
-        those of a sum.
+        The factor covers one rounding of every entry (by a folded BatchNorm), ``slack`` covers
+        the roundings of a sum.
         """
         zeros = self.conv.padding_mode == "zeros"
         operator = replace(self.conv, input_size=None) if zeros else self.conv
@@ -111,17 +111,17 @@ class Value:
     """A value that depends on the network's input.
 
     Some function of the inputs with the Lipschitz constant ``lipschitz`` stays within ``error`` of
-    the value, everywhere, both in the L2 norm. An error is what an implementation adds to the
-    textbook's function: torch's softplus jumps a little.
+    the value everywhere, both in the L2 norm. An error is a deviation of the implementation from
+    the mathematical function. For example torch's softplus jumps a little.
 
     Attributes:
-        shape: With the batch axis, which has one entry.
-        constant: The Lipschitz constant; ``None`` if ``linear`` says it better.
-        apart: The error; without meaning where ``linear`` is.
+        shape: Shape with the batch axis, which has one entry.
+        constant: The Lipschitz constant; ``None`` if it follows from ``linear``.
+        apart: The error; unused if ``linear`` is given.
         linear: The value as a convolution of an earlier one.
         reason: Why the constant is infinite.
-        padding: If it is only a padded earlier value: that value, the mode, the amounts.
-        origin: The step that made it.
+        padding: If the value is a padded earlier value: that value, the mode, the amounts.
+        origin: The step that computed it.
     """
 
     shape: tuple[int, ...]
@@ -148,17 +148,17 @@ class Value:
 
     @property
     def why(self) -> str:
-        """Why it is unbounded, if it is."""
+        """Return why there is no bound; empty if there is one."""
         return self.reason or (self.linear.anchor.why if self.linear else "")
 
     def times(self, gain: float, shape: Sequence[int] | None = None, apart: float = 0.0) -> Value:
-        """The value after an operation within ``apart`` of one that is ``gain``-Lipschitz."""
+        """Return the value after a ``gain``-Lipschitz operation with the error ``apart``."""
         exact = gain in (0, 1)
         product = gain * self.lipschitz if gain else 0.0
         error = 0.0
         if gain and self.error:
             error = gain * self.error if exact else up(gain * self.error)
-        after = self.shape if shape is None else tuple(shape)  # () is a number, to be spread
+        after = self.shape if shape is None else tuple(shape)  # () is the shape of a number
         why = self.why or ("" if gain < math.inf else INFINITE)
         error = up(error + apart) if apart else error
         return Value(after, product if exact else up(product), reason=why, apart=error)
@@ -166,12 +166,12 @@ class Value:
 
 @dataclass
 class Step:
-    """One call, with what is known of its arguments.
+    """One call with its arguments, the input of a rule.
 
     Attributes:
         call: The call.
-        arguments: By name; values that depend on the input are :class:`Value`, tensors constants.
-        options: How hard to work.
+        arguments: Arguments by name: a :class:`Value` depends on the input, a tensor is constant.
+        options: Options of the audit.
     """
 
     call: Call
@@ -184,7 +184,7 @@ class Step:
         return self.arguments[name]
 
     def unread(self) -> list[str]:
-        """Arguments that depend on the input and that nobody has looked at."""
+        """Return the arguments that depend on the input and that the rule has not read."""
         return [
             name for name, argument in self.arguments.items()
             if name not in self.read
@@ -197,53 +197,53 @@ class Step:
         return self.call.shape
 
     def inputs(self) -> list[Value]:
-        """The arguments that depend on the input, in order."""
+        """Return the arguments that depend on the input, in order."""
         self.read |= self.arguments.keys()
         leaves = tree_leaves(list(self.arguments.values()))
         return [leaf for leaf in leaves if isinstance(leaf, Value)]
 
     def size(self, name: str, default: float = 1.0) -> float:
-        """The largest |number| that an argument may stand for.
+        """Return the largest absolute value that a number may have after rounding.
 
         A Python number is a float64; a network of another precision rounds it to its own, or to
         float32.
 
         Raises:
-            Unbounded: If it is not a number.
+            Unbounded: If the argument is NaN.
         """
         given = self.arguments.get(name)
         return max(map(abs, readings(default if given is None else given, self.call.dtype)))
 
     def note(self, text: str) -> None:
-        """Say something of it to whoever reads the audit."""
+        """Add a note about this call to the audit."""
         place = f" (module {self.call.module})" if self.call.module else ""
         self.options.notes[text + place] = None
 
     def only(self) -> Value:
-        """The one argument that depends on the input."""
+        """Return the only argument that depends on the input."""
         found = self.inputs()
         if len(found) != 1:
-            raise Unbounded(f"it has a rule for one activation, and was given {len(found)}")
+            raise Unbounded(f"its rule takes one activation, but there are {len(found)}")
         return found[0]
 
 
-INFINITE = "its constant is not finite"
+INFINITE = "its Lipschitz constant is not finite"
 
 
 class Unbounded(Exception):
-    """An operation has no Lipschitz constant, or none is known; the message says why."""
+    """Raised by a rule for an operation without a known Lipschitz constant, with the reason."""
 
 
 Rule = Callable[[Step], Any]
 RULES: dict[str, Rule] = {}
-"""Operation → rule: from a :class:`Step` to a :class:`Value`, several, or the gain as a number."""
+"""Operation → rule. A rule maps a :class:`Step` to one or more :class:`Value`, or to a gain."""
 
 
 def register_rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operations by name, ``'aten.relu'`` or ``'mylib.myop'``.
+    """Register a Lipschitz rule for operations, for example ``'aten.relu'`` or ``'mylib.myop'``.
 
-    The rule gets a :class:`Step` and returns the operation's L2 Lipschitz constant (in its one
-    argument that depends on the input), or a :class:`Value`. It may raise :class:`Unbounded`.
+    The rule gets a :class:`Step` and returns a :class:`Value`, or the L2 Lipschitz constant in the
+    only argument that depends on the input, as a number. It may raise :class:`Unbounded`.
 
     Example:
         >>> @register_rule("mylib.halve")
@@ -261,22 +261,22 @@ def register_rule(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
-    """What is known of a call's result: a :class:`Value`, or a list for several results."""
+    """Apply the rule to a call; return a :class:`Value`, or a list for several results."""
     arguments = {name: _known(value, values) for name, value in call.arguments().items()}
     step = Step(call, arguments, options)
     if call.op == "getitem":
         part: Value = arguments["0"][arguments["1"]]
         if not call.floating:
             return Value(call.shape or (), math.inf, reason=f"integers jump ({call.module})")
-        # A part of a split: its own shape decides what broadcasting does to it.
+        # A part of a split needs its own shape for broadcasting.
         return part if part.shape == call.shape else part.times(1.0, call.shape)
     shape = call.shape or ()
     try:
         if not call.floating:
-            raise Unbounded("its result is no real floating-point tensor: it jumps, or has no rule")
+            raise Unbounded("its result is not real floating point: it jumps or has no rule")
         if call.op not in RULES:
             raise Unbounded(
-                f"lipbound has no rule for {call.op}; write one with "
+                f"lipbound has no rule for {call.op}; add one with "
                 f"@lipbound.register_rule({call.op!r})"
             )
         result = _ruled(step)
@@ -297,7 +297,7 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
 
 
 def _with_error(result: Value, step: Step) -> Value:
-    """What errors its arguments have, a value must have taken into account, whoever made it."""
+    """Refuse a result without an error if the call's arguments have one."""
     if (
         not any(v.error for v in step.inputs())
         or result.error
@@ -306,13 +306,13 @@ def _with_error(result: Value, step: Step) -> Value:
         return result
     return Value(
         result.shape, math.inf, origin=step,
-        reason=f"the rule for {step.call.op} makes a Value without the error of what it is given; "
+        reason=f"the rule for {step.call.op} returns a Value without the error of its argument; "
         f"use step.only().times(gain)",
     )  # fmt: skip
 
 
 def _ruled(step: Step) -> Any:
-    """What the rule says. A rule answers for the activations it has looked at, and for no other."""
+    """Call the rule, and refuse its result if the rule has not read every activation."""
     try:
         result = RULES[step.call.op](step)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
@@ -322,32 +322,32 @@ def _ruled(step: Step) -> Any:
         value = step.only()
         others = [a for a in list(step.arguments.values())[:1] if a is not value]
         if step.call.op.startswith("aten.") and others:
-            raise Unbounded("it has a rule for its first argument only, which is no activation")
+            raise Unbounded("its rule needs an activation as the first argument")
         return value.times(float(result), step.call.shape)
     if step.unread():
-        raise Unbounded(f"no rule for a {step.unread()[0]!r} that depends on the input")
+        raise Unbounded(f"no rule for {step.unread()[0]!r} that depends on the input")
     return result
 
 
 def up(number: float) -> float:
-    """The next number above: a product or sum of non-negative numbers never falls short.
+    """Return the next larger float, an upper bound on a rounded product or sum of numbers ≥ 0.
 
-    Of what is not a number (0·∞, a NaN among the constants) nothing is known: ∞.
+    NaN (from 0·∞ or from a constant) becomes ∞, because nothing is known about it.
     """
     return math.inf if math.isnan(number) else math.nextafter(number, math.inf)
 
 
 def readings(number: Any, dtype: torch.dtype | None = None) -> list[float]:
-    """What a Python number may be in a network: itself, in float32, or in the network's own type.
+    """Return a Python number as a network may round it: exact, float32, or the network's type.
 
-    A float64 network has it as it is.
+    A float64 network does not round it.
 
     Raises:
-        Unbounded: If it is not a number.
+        Unbounded: If the number is NaN.
     """
     exact = torch.tensor(float(number), dtype=torch.float64)
     if bool(exact.isnan()):
-        raise Unbounded("a constant that it multiplies with is not a number")
+        raise Unbounded("a constant factor is not a number")
     half = dtype in (torch.float16, torch.bfloat16)
     types = [] if dtype == torch.float64 else [torch.float32, *([dtype] if half else [])]
     rounded = [float(exact.to(kind)) for kind in types]
@@ -355,7 +355,7 @@ def readings(number: Any, dtype: torch.dtype | None = None) -> list[float]:
 
 
 def summed(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]) -> Value:
-    """Σ gainᵢ·valueᵢ: constants and errors add."""
+    """Return Σ gainᵢ·valueᵢ, whose constants and errors add."""
     total = error = 0.0
     for value, gain in zip(values, gains, strict=True):
         total = up(total + up(gain * value.lipschitz))
@@ -365,7 +365,7 @@ def summed(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]
 
 
 def concatenated(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]) -> Value:
-    """Values whose entries are put beside each other, each first enlarged: squares add."""
+    """Return the concatenation of gainᵢ·valueᵢ, whose squared constants and errors add."""
     pairs = list(zip(values, gains, strict=True))
     total = root_sum([v.lipschitz if g == 1 else up(g * v.lipschitz) for v, g in pairs])
     error = root_sum([up(g * v.error) for v, g in pairs]) if any(v.error for v in values) else 0.0
@@ -374,14 +374,14 @@ def concatenated(values: Sequence[Value], shape: Sequence[int], gains: Sequence[
 
 
 def steepest(*slopes: float) -> float:
-    """The largest |slope|."""
+    """Return the largest |slope|."""
     if any(map(math.isnan, slopes)):
         raise Unbounded("a slope is not a number")
     return max(map(abs, slopes))
 
 
 def root_sum(numbers: Sequence[float]) -> float:
-    """√Σx², from above."""
+    """Return √Σx², rounded up."""
     return up(up(math.hypot(*numbers)))
 
 
@@ -394,13 +394,13 @@ def _known(argument: Any, values: dict[str, Any]) -> Any:
 
 
 def spread(value: Value, shape: Sequence[int]) -> float:
-    """√(copies) that broadcasting to ``shape`` makes of every entry."""
+    """Return √(number of copies that broadcasting to ``shape`` makes of every entry)."""
     copies = math.prod(shape) / max(1, math.prod(value.shape))
     return up(math.sqrt(copies)) if copies > 1 else 1.0
 
 
 def axes(value: int | Sequence[int], dims: int) -> list[int]:
-    """One number per axis, where an operation also takes one for all."""
+    """Return one number per axis; a single number counts for all axes."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
 
@@ -408,7 +408,7 @@ def axes(value: int | Sequence[int], dims: int) -> list[int]:
 def windows(
     size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool = False
 ) -> int:
-    """The largest number of windows that see one entry of an axis."""
+    """Return the largest number of windows that contain one entry of an axis."""
     count = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 + ceil
     seen = np.arange(count)[:, None] * stride - padding + np.arange(kernel)[None, :] * dilation
     inside = seen[(seen >= 0) & (seen < size)]

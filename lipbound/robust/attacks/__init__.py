@@ -1,1 +1,1 @@
-"""Attacks, and what a network is worth under them."""
+"""Adversarial attacks, and the evaluation of networks under them."""

@@ -1,4 +1,4 @@
-"""AutoAttack (Croce & Hein 2020), as another library has it."""
+"""AutoAttack (Croce & Hein 2020), run by the ``pyautoattack`` package."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ def autoattack(
     model: torch.nn.Module, images: Tensor, labels: Tensor, *, radius: float, ball: str = "linf",
     seed: int = 0, batch: int = 250, attacks: list[str] | None = None,
 ) -> Found:  # fmt: skip
-    """Croce & Hein's standard AutoAttack: APGD-CE, APGD-T, FAB-T and Square.
+    """Run Croce & Hein's standard AutoAttack: APGD-CE, APGD-T, FAB-T and Square.
 
-    With fewer than four classes the targeted parts, which rank four logits, are left out.
+    With fewer than four classes the targeted attacks are left out, because they need four logits.
 
     Args:
-        model: In eval mode.
+        model: The network, in eval mode.
         images: Pixels in [0, 1].
-        labels: ``(batch,)``.
-        radius: Of the ball.
-        ball: ``'linf'`` or ``'l2'``.
-        seed: Of its random starts.
-        batch: Images at a time.
-        attacks: Some of its parts instead, ``['apgd-ce']`` say, with one restart each.
+        labels: True classes, ``(batch,)``.
+        radius: Radius of the ball.
+        ball: Norm of the ball, ``'linf'`` or ``'l2'``.
+        seed: Seed for the random starts.
+        batch: Number of images attacked at a time.
+        attacks: Attacks to run instead, such as ``['apgd-ce']``, with one restart each.
 
     Raises:
-        ValueError: If the package is missing.
+        ValueError: If ``pyautoattack`` is not installed.
     """
     try:
         from pyautoattack import AutoAttack
     except ImportError:
-        raise ValueError("AutoAttack comes with: pip install 'lipbound[attacks]'") from None
+        raise ValueError("AutoAttack requires: pip install 'lipbound[attacks]'") from None
     with torch.no_grad():
         classes = model(images[:1]).shape[1]
     if attacks is None and classes < 4:
@@ -43,7 +43,7 @@ def autoattack(
         model, norm=norm, eps=radius, seed=seed, version=version, attacks=attacks,
         device=images.device,
     )  # fmt: skip
-    attack.apgd.n_restarts = attack.fab.n_restarts = 1  # its custom version would take five
+    attack.apgd.n_restarts = attack.fab.n_restarts = 1  # its custom version defaults to five
     attack.apgd_targeted.n_target_classes = min(9, classes - 1)
     attack.fab.n_target_classes = min(9, classes - 1)
     found = attack.run_standard_evaluation(images, labels, batch_size=batch)

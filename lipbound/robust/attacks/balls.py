@@ -1,4 +1,4 @@
-"""Sets of allowed perturbations: where to start in them, how to go up, how to come back."""
+"""Norm balls of perturbations: random starts, steepest ascent and projection."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import Tensor
 
 
 def _norms(x: Tensor) -> Tensor:
-    """L2 norm of every example, shaped to divide it; 1 where it is zero.
-
-    Divided by the largest entry first: squares of small gradients would underflow.
-    """
+    """Return the L2 norm of every example, shaped to divide it, and 1 where it is zero."""
     flat = x.flatten(1)
     largest = flat.abs().amax(1, keepdim=True)
     largest = torch.where(largest > 0, largest, 1.0)
-    norms = (flat / largest).norm(dim=1) * largest[:, 0]
+    norms = (flat / largest).norm(dim=1) * largest[:, 0]  # squares could underflow
     return torch.where(norms > 0, norms, 1.0).reshape(-1, *[1] * (x.ndim - 1))
 
 
@@ -27,7 +24,7 @@ def _cube(images: Tensor, radius: float, generator: torch.Generator | None) -> T
 
 
 def _sphere(images: Tensor, radius: float, generator: torch.Generator | None) -> Tensor:
-    """Uniform in the ball: a direction, and a radius with the right density."""
+    """Sample uniformly in the L2 ball: a random direction, and a radius with the right density."""
     direction = torch.empty_like(images).normal_(generator=generator)
     count = images[0].numel()
     share = torch.empty(len(images), device=images.device).uniform_(generator=generator)
@@ -40,9 +37,9 @@ class Ball:
     """A norm ball.
 
     Attributes:
-        sample: ``(images, radius, generator)`` → a random perturbation inside.
-        ascend: A gradient → the direction of steepest ascent, of norm one in the ball's norm.
-        project: ``(perturbation, radius, a number or a tensor)`` → the nearest one inside.
+        sample: ``(images, radius, generator)`` → a random perturbation inside the ball.
+        ascend: Gradient → direction of steepest ascent, with norm one in the ball's norm.
+        project: ``(perturbation, radius, a number or a tensor)`` → the nearest one inside the ball.
     """
 
     sample: Callable[[Tensor, float, torch.Generator | None], Tensor]
@@ -58,4 +55,4 @@ BALLS: dict[str, Ball] = {
         lambda delta, radius: delta * (radius / _norms(delta)).clamp_max(1.0),
     ),
 }
-"""Name → ball."""
+"""Name of the norm → its ball."""

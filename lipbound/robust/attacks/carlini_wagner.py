@@ -31,23 +31,23 @@ def carlini_wagner(
     confidence: float = 0.0,
     replay: Replay | None = None,
 ) -> Found:
-    """Search every image's surroundings for the nearest other prediction.
+    """Search for the smallest L2 perturbation that changes the prediction of each image.
 
     Args:
-        logits: From images to logits, in eval mode.
+        logits: Network in eval mode, from images to logits.
         images: Pixels in [0, 1].
-        labels: ``(batch,)``.
-        steps: Of Adam, for each value of the constant.
-        searches: Values of the constant tried per image: tenfold until it works, then halving.
-        lr: Of Adam, in tanh coordinates; in the second half of a search it falls to a hundredth.
-            More for fewer steps.
-        constant: The first value.
-        confidence: Margin that counts as broken.
-        replay: Runs the steps as a graph, on a GPU; it must not have served another model.
+        labels: True classes, ``(batch,)``.
+        steps: Number of Adam steps for each value of the constant c.
+        searches: Number of values of c per image: tenfold until one succeeds, then binary search.
+        lr: Learning rate of Adam in tanh coordinates. It falls to a hundredth in the second half of
+            a search. Fewer steps need a larger value.
+        constant: First value of c.
+        confidence: Margin above which an image counts as broken.
+        replay: Runs the steps as a CUDA graph. It must not have been used for another model.
 
     Returns:
-        ``norms`` are those of the smallest successful perturbations; ∞ where none was.
-        ``iteration`` counts the steps of all searches.
+        What was found: ``norms`` holds the norm of the smallest successful perturbation, or ∞ where
+        none was found, and ``iteration`` counts the steps of all searches.
     """
     middle = torch.atanh((2 * images - 1) * 0.999999)
     clean = margin(logits(images), labels) > confidence
@@ -83,7 +83,7 @@ def carlini_wagner(
 
 
 class Descent(NamedTuple):
-    """Adam on its way, and the nearest it has found."""
+    """State of Adam, and the smallest successful perturbation so far."""
 
     moved: Tensor  # in tanh coordinates
     slow: Tensor
@@ -91,7 +91,7 @@ class Descent(NamedTuple):
     step: Tensor
     norms: Tensor
     kept: Tensor
-    first: Tensor  # the step at which this search first came closer; −1 before
+    first: Tensor  # the step at which this search first found a smaller one; −1 before
     success: Tensor
 
 
@@ -110,7 +110,7 @@ def _stepped(
     wrong = (gaps.detach() > confidence) & (now.step <= steps)
     lengths = sizes.detach().sqrt()
     closer = wrong & (lengths < now.norms)
-    late = 3 * now.step >= 2 * steps  # earlier it may be the first long steps that broke it
+    late = 3 * now.step >= 2 * steps  # an earlier success may be due to the first long steps alone
     slow = now.slow.lerp(gradient, 0.1)
     fast = now.fast.lerp(gradient.square(), 0.001)
     count = now.step + 1

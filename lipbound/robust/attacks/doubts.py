@@ -18,23 +18,23 @@ from lipbound.robust.attacks.recheck import Examples, valid, verified
 
 
 def better(one: Tensor, other: Tensor) -> bool:
-    """Whether the first attack breaks more of the same images, beyond chance (one-sided 5 %)."""
+    """Whether the first attack breaks significantly more of the same images (one-sided 5 %)."""
     only, others = int((one & ~other).sum()), int((other & ~one).sum())
     return only - others > max(1.0, 1.645 * math.sqrt(only + others))
 
 
 @dataclass
 class Case:
-    """Some images of an evaluation, and what was noticed.
+    """Some images of an evaluation, and the doubts that they raised.
 
     Attributes:
-        model: In eval mode.
-        on: The images.
-        plan: Of the evaluation.
-        found: What its attacks found for these images.
-        surrogate: Another network for the same images.
-        evidence: What the doubts rest on, by name.
-        said: The doubts.
+        model: The network, in eval mode.
+        on: The images, labels and mistakes without attack.
+        plan: Attack plan of the evaluation.
+        found: Name of the attack → what it found for these images.
+        surrogate: Another network for the same images, for transfer attacks.
+        evidence: Name → measurement that the doubts rest on.
+        said: The doubts, as sentences.
     """
 
     model: nn.Module
@@ -47,18 +47,18 @@ class Case:
     _broken: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     def note(self, name: str, broken: Tensor) -> Tensor:
-        """Keep the accuracy that is left as evidence."""
+        """Record the remaining accuracy as evidence, and return ``broken``."""
         self.evidence[name] = share(broken)
         return broken
 
     def looked(self, attacked: Tensor) -> Tensor:
-        """Whether images are broken, on a second look."""
+        """Whether each image is misclassified when it is checked again in float32."""
         return verified(self.model, attacked, self.on.labels, self.plan.batch) | self.on.mistakes
 
     def last(
         self, iterations: int, radius: float | None = None, network: nn.Module | None = None
     ) -> Tensor:
-        """Broken by the last iterate of plain PGD; computed once."""
+        """Whether the last iterate of plain PGD breaks each image; computed once."""
         radius = self.plan.radius if radius is None else radius
         network = network or self.model
         if (iterations, radius, network) not in self._broken:
@@ -71,7 +71,7 @@ class Case:
 
 
 def share(broken: Tensor) -> float:
-    """The accuracy that is left."""
+    """Return the remaining accuracy."""
     return 1 - float(broken.float().mean())
 
 
@@ -82,7 +82,7 @@ def doubt(
     found: dict[str, Found],
     surrogate: nn.Module | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """What casts doubt on an evaluation, and the evidence, on at most 200 images."""
+    """Return the doubts about an evaluation, and their evidence, from at most 200 images."""
     few = slice(0, 200)
     kept = {
         name: Found(*(getattr(attack, f)[few] for f in vars(attack)))
@@ -117,7 +117,7 @@ def _more_iterations(case: Case) -> None:
 
 
 def _rivals(case: Case) -> None:
-    """Other attacks should not do better than the ones that were run."""
+    """Check that no other attack does better than the ones that were run."""
     plan, x, y = case.plan, case.on.images, case.on.labels
     own: dict[str, Tensor] = {
         name: valid(case.model, case.found[name], case.on, plan.ball, plan.radius, plan.batch)
@@ -177,10 +177,7 @@ def _gradients(case: Case) -> None:
 
 @torch.no_grad()
 def _promise(case: Case) -> None:
-    """The margin's change along its gradient, as part of what the gradient says; the median.
-
-    Of images that have a gradient; 1 if none has.
-    """
+    """Compare the margin's change along its gradient with the prediction, as a median ratio."""
     _, before, gradient = ascent(case.model, case.on.images, case.on.labels, margin)
     change = case.plan.radius / 10 * BALLS[case.plan.ball].ascend(gradient)
     promised = (gradient * change).flatten(1).sum(1)
@@ -197,4 +194,4 @@ def _promise(case: Case) -> None:
 LOOKS: tuple[Callable[[Case], None], ...] = (
     _deterministic, _more_iterations, _large_radii, _gradients, _promise, _rivals,
 )  # fmt: skip
-"""What is looked at, one after the other."""
+"""Checks, in the order in which they run."""

@@ -1,6 +1,6 @@
-"""What a network is worth under attack: accuracies with intervals, norms, and doubts.
+"""Evaluate a network under attack: accuracies with intervals, norms, and doubts.
 
-``evaluate`` computes a record; it shows nothing.
+``evaluate`` computes a record and prints nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CERTIFIED_RADII = tuple(r / 255 for r in (36, 72, 108, 255))
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share.
+    """Return Wilson's 95 % confidence interval of a proportion.
 
     Example:
         >>> [round(end, 3) for end in interval(50, 100)]
@@ -41,7 +41,7 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 
 def accuracy(right: Tensor) -> dict[str, Any]:
-    """A share of images with its interval; which ones they are, in hexadecimal."""
+    """Return an accuracy with its interval, and each image's outcome as bits in hexadecimal."""
     count, good = len(right), int(right.sum())
     bits = "".join("1" if one else "0" for one in right.tolist())
     return {
@@ -53,7 +53,7 @@ def accuracy(right: Tensor) -> dict[str, Any]:
 
 
 def outcomes(found: dict[str, Any]) -> Tensor:
-    """Image by image what :func:`accuracy` counted.
+    """Return the outcome of each image from a record of :func:`accuracy`.
 
     Example:
         >>> outcomes(accuracy(torch.tensor([False, True, True])))
@@ -77,31 +77,31 @@ def evaluate(
     surrogate: nn.Module | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Attack a classifier.
+    """Attack a classifier and return a record of its accuracies.
 
     Args:
-        model: In eval mode; pixels in [0, 1] to logits.
+        model: Network in eval mode, from pixels in [0, 1] to logits.
         images: ``(count, channels, height, width)`` on the model's device.
-        labels: ``(count,)``.
-        plan: What to try.
-        audit: Of the model, for certified accuracies.
-        jacobians: At how many images to measure the Jacobian's norm.
-        curves: Whether to attack at other radii too, if PGD is in the plan, and with fewer steps,
-            if Carlini & Wagner's attack is.
+        labels: True classes, ``(count,)``.
+        plan: An attack plan: which attacks to run, and with which budget.
+        audit: Audit of the model, for certified accuracies.
+        jacobians: Number of images at which to measure the norm of the Jacobian.
+        curves: Whether to run PGD at further radii and Carlini & Wagner's attack with fewer steps,
+            if they are in the plan.
         doubts: Whether to look for signs of a weak attack.
-        surrogate: Another network for the same images; its adversarial images should not break
-            this one better than its own do.
-        progress: Is told what is being done.
+        surrogate: Another network for the same images. Its adversarial images should not break the
+            model more often than the model's own do.
+        progress: Called with the name of each stage when it begins.
 
     Returns:
-        A record: the ``precision`` that was searched in, ``clean``, every attack's ``accuracy`` and
-        ``interval`` (PGD's also against the number of iterations, Carlini & Wagner's against
-        that of steps), ``certified``,
-        ``jacobian_norms``, ``doubts`` (sentences; empty is good) and what the doubts rest on.
+        A record: the ``precision`` of the searches, ``clean``, the ``accuracy`` and ``interval`` of
+        each attack (for PGD also by number of iterations, for Carlini & Wagner by that of steps),
+        ``certified``, ``jacobian_norms``, ``doubts`` (sentences; an empty list is good) and the
+        evidence for the doubts.
 
     Raises:
         ValueError: If the inputs cannot be attacked: pixels outside [0, 1], labels out of range,
-            logits that are no numbers, a model in training mode.
+            logits that are not finite, or a model in training mode.
     """
     plan = plan or Plan()
     with engine(model, images, plan) as ready:
@@ -156,7 +156,7 @@ def _quantiles(norms: Tensor) -> dict[str, Any]:
 
 
 def _losses(found: dict[str, Found], record: dict[str, Any]) -> Iterator[str]:
-    """Doubts about what the attacks themselves said."""
+    """Yield doubts that the attacks' own results raise."""
     for name, attack in found.items():
         lost = record[name]["not_reproduced"]
         if lost:
@@ -171,11 +171,11 @@ def _losses(found: dict[str, Found], record: dict[str, Any]) -> Iterator[str]:
             )
 
 
-SHARES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the radius, for a curve
+SHARES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # multiples of the radius, for the curve
 
 
 def _against_radius(on: Engine, examples: Examples) -> dict[str, Any]:
-    """PGD with one restart and at most 50 iterations: radius → accuracy."""
+    """Return radius → accuracy for PGD with one restart and at most 50 iterations."""
     few = {"iterations": min(on.plan.iterations, 50), "restarts": 1, "loss": "cross-entropy"}
     curve = {}
     for radius in (share * on.plan.radius for share in SHARES):
@@ -187,13 +187,13 @@ def _against_radius(on: Engine, examples: Examples) -> dict[str, Any]:
     return curve
 
 
-STEPS = (3, 10, 30)  # of Carlini & Wagner's searches, for a curve
+STEPS = (3, 10, 30)  # steps per search of Carlini & Wagner's attack, for the curve
 
 
 def _against_steps(
     on: Engine, examples: Examples, whole: dict[str, Any]
 ) -> dict[str, dict[str, float]]:
-    """Carlini & Wagner's attack: steps of a search → radius → accuracy."""
+    """Return steps per search → radius → accuracy for Carlini & Wagner's attack."""
     curve = {}
     for steps in (few for few in STEPS if few < on.plan.search_steps):
         fewer = replace(on, plan=replace(on.plan, search_steps=steps))
@@ -208,7 +208,7 @@ QUANTILES = [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
 
 
 def _reported(name: str, found: Found, on: Engine, examples: Examples) -> dict[str, Any]:
-    """Accuracies after the adversarial images were looked at once more."""
+    """Return accuracies after the adversarial images were checked again in float32."""
     plan, mistakes = on.plan, examples.mistakes
     bounded = name not in ("cw", "cw-projected")
     ball, radius = (plan.ball, plan.radius) if bounded else ("l2", math.inf)
@@ -226,7 +226,7 @@ def _reported(name: str, found: Found, on: Engine, examples: Examples) -> dict[s
     result["largest_perturbation"] = float(
         perturbation_norms(found.images, examples.images, ball).max()
     )
-    if name == "pgd":  # of the first restart
+    if name == "pgd":  # the first restart
         marks = [m for m in (0, 1, 2, 5, 10, 20, 50, 100, 200) if m < plan.iterations]
         for m in (*marks, plan.iterations):
             standing = ~mistakes & ((found.iteration < 0) | (found.iteration > m))
@@ -236,13 +236,13 @@ def _reported(name: str, found: Found, on: Engine, examples: Examples) -> dict[s
 
 
 def jacobian_norms(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:
-    """The spectral norm of the logits' Jacobian at every image, exactly: one row per class."""
+    """Return the exact spectral norm of the logits' Jacobian at every image."""
     with in_eval(model):
         return torch.cat([norms_by_rows(model, part) for part in images.split(batch)])
 
 
 def paired(one: Sequence[bool] | Tensor, other: Sequence[bool] | Tensor) -> dict[str, float]:
-    """The difference of two accuracies on the same images, with its 95 % interval.
+    """Return the difference of two accuracies on the same images, with its 95 % interval.
 
     Example:
         >>> paired([True, True, False, True], [True, False, False, True])["difference"]

@@ -1,9 +1,9 @@
-"""A network in half precision, for searches: quick, and with gradients that do not vanish.
+"""Run a network in half precision for fast searches, without vanishing gradients.
 
-float16 has the digits of TF32 at twice its speed but few exponents, and the gradient of an image
-the network is sure of is tiny. So what comes back at the logits is brought to one size, image by
-image and by powers of two, and what arrives at the image is brought back: rounding aside, the
-gradient is float32's.
+float16 has as many digits as TF32 at twice its speed, but a small range of exponents, and the
+gradient of a confidently classified image is tiny. The gradient at the logits is therefore scaled
+to one size by a power of two for each image, and the gradient at the image is scaled back. Except
+for rounding, it equals the float32 gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from lipbound.robust.attacks.pgd import Logits, ascent, margin
 
-LIFT = 5  # gradients at the logits are brought to about 2^LIFT: room for layers on both sides
+LIFT = 5  # gradients at the logits are scaled to about 2^LIFT, with room on both sides
 
 
 class Rough(nn.Module):
-    """Logits computed by autocast to a half precision; float32 goes in and comes out.
+    """Logits computed by autocast to a half precision, with float32 inputs and outputs.
 
     Args:
-        logits: From images to logits.
+        logits: Network from images to logits.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
 
     Example:
@@ -37,7 +37,7 @@ class Rough(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        sizes: list[Tensor] = []  # of the gradients on their way, one per image
+        sizes: list[Tensor] = []  # scale of each image's gradient
         images = _Back.apply(images, sizes)
         with torch.autocast(images.device.type, self.dtype):
             scores = self.logits(images)
@@ -46,10 +46,10 @@ class Rough(nn.Module):
 
 @torch.no_grad()
 def faithful(model: nn.Module, images: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a network's gradients in half precision are about those of float32.
+    """Whether a network's gradients in half precision are close to those in float32.
 
-    They are not where its activations or inner derivatives leave the range: an attack would stand
-    still there, and the image would count as one that withstands it.
+    They differ if activations or inner derivatives leave the range of the format. An attack would
+    then make no progress, and the image would wrongly count as robust.
     """
     labels = model(images).argmax(1)
     exact, rough = (
@@ -63,7 +63,7 @@ def faithful(model: nn.Module, images: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _Through(torch.autograd.Function):
-    """What goes in, as it is; what is done to its gradient is up to the class."""
+    """The identity; subclasses change its gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sizes: list[Tensor]) -> Tensor:
@@ -72,7 +72,7 @@ class _Through(torch.autograd.Function):
 
 
 class _Lifted(_Through):
-    """The logits; their gradient is brought to one size."""
+    """The identity on logits, which scales their gradient to one size."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -85,7 +85,7 @@ class _Lifted(_Through):
 
 
 class _Back(_Through):
-    """The images; their gradient gets its own size again."""
+    """The identity on images, which scales their gradient back."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,7 +1,6 @@
-r"""Adversarial examples: to train on, and the strongest that can be found.
+r"""PGD (Madry et al. 2018) as it is used in training, and a search without gradients.
 
-PGD (Madry et al. 2018) as one trains with it, and a search without gradients;
-:mod:`.pgd_restarts` and :mod:`.carlini_wagner` are the strong attacks for an evaluation.
+:mod:`.pgd_restarts` and :mod:`.carlini_wagner` hold the strong attacks for an evaluation.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ Logits = Callable[[Tensor], Tensor]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Per example."""
+    """Return the cross-entropy of each example."""
     return functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
 def margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """The best other logit less the label's: positive where the image is misclassified."""
+    """Return the largest other logit minus the label's, positive if an image is misclassified."""
     logits = logits.float()
     own = logits.gather(1, labels[:, None])
     others = logits.scatter(1, labels[:, None], -torch.inf)
@@ -34,9 +33,9 @@ def margin(logits: Tensor, labels: Tensor) -> Tensor:
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], ...]] = {
     "cross-entropy": (cross_entropy,),
     "margin": (margin,),
-    "alternate": (cross_entropy, margin),  # where the one saturates, the other does not
+    "alternate": (cross_entropy, margin),  # where one saturates, the other does not
 }
-"""Name → what an attack ascends, restart by restart."""
+"""Name → losses that the restarts of an attack maximize in turn."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,11 @@ class Found:
     """What an attack found for each image.
 
     Attributes:
-        images: The adversarial image: a misclassified one, or that of the largest loss.
-        broken: Whether it is misclassified.
-        norms: Norm of its perturbation; of a minimum-norm attack ∞ where none was found.
-        iteration: After how many steps of its first restart it was wrong, by however little in the
-            search's precision; −1 if not by then.
+        images: The adversarial image: a misclassified one, or the one with the largest loss.
+        broken: Whether the adversarial image is misclassified.
+        norms: Norm of the perturbation; ∞ if a minimum-norm attack found none.
+        iteration: Number of steps of the first restart until the image was misclassified by any
+            margin, in the precision of the search; −1 if it was not.
     """
 
     images: Tensor
@@ -68,20 +67,20 @@ def pgd(
     ball: str = "linf",
     start: Tensor | None = None,
 ) -> Tensor:
-    """Ascend the cross-entropy inside a ball around the images and inside the pixels' range.
+    """Maximize the cross-entropy inside a ball around the images and inside the pixels' range.
 
-    Pixels, perturbations, projections and the loss are float32 whatever ``logits`` computes in.
-    The last image counts: the attack to train with.
+    Pixels, perturbations, projections and the loss are float32, whatever precision ``logits`` uses.
+    The result is the last iterate, as in adversarial training.
 
     Args:
-        logits: From images to logits; the parameters behind it get no gradient.
+        logits: Network from images to logits; its parameters get no gradient.
         images: Pixels in [0, 1], ``(batch, channels, height, width)``.
-        labels: ``(batch,)``.
-        radius: Of the ball.
+        labels: True classes, ``(batch,)``.
+        radius: Radius of the ball.
         step: Length of a step, in the ball's norm.
         iterations: Number of steps.
         ball: A name in ``BALLS``.
-        start: Where to begin, a perturbation inside the ball; zero without it.
+        start: First perturbation, inside the ball; zero by default.
 
     Returns:
         The images after the last step.
@@ -102,7 +101,7 @@ def pgd(
 def ascent(
     logits: Logits, attacked: Tensor, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, losses and the losses' gradients at some images."""
+    """Return logits, losses and the gradients of the losses with respect to the images."""
     attacked = attacked.detach().requires_grad_()
     with torch.enable_grad():
         scores = logits(attacked)
@@ -115,7 +114,7 @@ def stepped(
     attacked: Tensor, gradient: Tensor, images: Tensor, radius: float | Tensor,
     step: float | Tensor, ball: str,
 ) -> Tensor:  # fmt: skip
-    """One step up, back into the ball and into the pixels' range."""
+    """Take one ascent step, and project into the ball and the pixels' range."""
     kind = BALLS[ball]
     delta = kind.project(attacked.detach() + step * kind.ascend(gradient) - images, radius)
     return (images + delta).clamp(0, 1)
@@ -126,9 +125,9 @@ def random_search(
     logits: Logits, images: Tensor, labels: Tensor, *, radius: float, iterations: int = 500,
     ball: str = "linf", seed: int = 0,
 ) -> Found:  # fmt: skip
-    """An attack without gradients: random squares of extreme colour, kept if the margin grows.
+    """Attack without gradients: random squares of extreme colour are kept if the margin grows.
 
-    After Andriushchenko et al.'s Square attack, to find out whether gradients mislead.
+    It follows the Square attack of Andriushchenko et al. and reveals misleading gradients.
     """
     draw = torch.Generator().manual_seed(seed)
     count, channels, height, width = images.shape
@@ -160,6 +159,6 @@ def random_search(
 
 
 def perturbation_norms(attacked: Tensor, images: Tensor, ball: str) -> Tensor:
-    """In the ball's norm, ``(batch,)``."""
+    """Return the norm of each perturbation in the ball's norm, ``(batch,)``."""
     change = (attacked - images).flatten(1)
     return change.abs().amax(1) if ball == "linf" else change.norm(dim=1)

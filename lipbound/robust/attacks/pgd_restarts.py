@@ -1,8 +1,8 @@
-"""PGD at its strongest: for every image the worst of all iterations and restarts.
+"""PGD with restarts, which keeps the worst image of all iterations and restarts.
 
-Images sit in a fixed number of slots. One that is broken, or at the end of a restart, leaves its
-slot to the next: no gradient is spent on what is decided, and the batch keeps its shape, so that a
-GPU can replay one graph throughout.
+Images are attacked in a fixed number of slots. An image that is broken, or whose restart has ended,
+leaves its slot to the next one. So no gradient is computed for a broken image, and the batch keeps
+its shape, so that a GPU can replay one graph throughout.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ def strongest_pgd(
 ) -> Found:
     """Attack every image until it is misclassified or the budget is spent.
 
-    What is found for an image depends on the image, the seed and the budget, not on its company.
+    The result for an image depends on the image, the seed and the budget, not on the other images.
 
     Args:
-        logits: From images to logits, in eval mode.
+        logits: Network in eval mode, from images to logits.
         images: Pixels in [0, 1].
-        labels: ``(batch,)``.
-        radius: Of the ball.
+        labels: True classes, ``(batch,)``.
+        radius: Radius of the ball.
         step: Length of a step, in the ball's norm.
-        iterations: Gradients per restart.
-        restarts: Random starts.
+        iterations: Number of gradients per restart.
+        restarts: Number of random starts.
         ball: A name in ``BALLS``.
         loss: A name in ``LOSSES``.
-        decay: Let the steps shrink to a fiftieth in the course of a restart. With ``step`` equal
-            to the radius and several restarts this comes up to APGD at the same budget.
-        confidence: Margin that counts as broken.
-        seed: Of the starts.
-        width: Images at a time; all without it.
-        replay: Runs the iterations as a graph, on a GPU; it must not have served another model.
+        decay: Whether the steps shrink to a fiftieth during a restart. With ``step`` equal to the
+            radius and several restarts, this is as strong as APGD at the same budget.
+        confidence: Margin above which an image counts as broken.
+        seed: Seed for the random starts.
+        width: Number of images attacked at a time; all by default.
+        replay: Runs the iterations as a CUDA graph. It must not have been used for another model.
 
     Returns:
-        For an image that stands, the attempt with the largest margin.
+        What was found; for an image that was not broken, the attempt with the largest margin.
 
     Example:
         >>> images, labels = torch.tensor([[[[0.4, 0.6]]]]), torch.tensor([1])
@@ -94,23 +94,23 @@ def strongest_pgd(
 
 
 class Slots(NamedTuple):
-    """What is being attacked, one row per slot."""
+    """The images under attack, one row per slot."""
 
     attacked: Tensor
     centre: Tensor
     target: Tensor
     restart: Tensor
-    at: Tensor  # iterations of this restart
-    best: Tensor  # the largest margin of all restarts, and its image
+    at: Tensor  # iterations of this restart so far
+    best: Tensor  # the largest margin over all restarts, and its image
     kept: Tensor
-    broken_at: Tensor  # the iteration; −1 before
-    wrong_at: Tensor  # the same, however small the margin
+    broken_at: Tensor  # iteration at which the image was broken; −1 before
+    wrong_at: Tensor  # the same for any positive margin
 
 
 def _iterated(
     logits: Logits, slots: Slots, lengths: Tensor, ball: str, loss: str, decay: bool
 ) -> Slots:
-    """Look at the attacked images, then move them. Slots that are done move on without effect."""
+    """Evaluate the attacked images, then move them; finished slots do not change the result."""
     radius, step, iterations, confidence = lengths.unbind()
     wide = (-1, *[1] * (slots.attacked.ndim - 1))
 
@@ -136,7 +136,7 @@ def _iterated(
 
 
 class _Starts:
-    """Random starts: all images' of one restart are drawn together, whoever still needs them."""
+    """Random starts, drawn for all images of a restart together, whether needed or not."""
 
     def __init__(self, images: Tensor, radius: float, ball: str, seed: int):
         self.images, self.radius, self.ball, self.seed = images, radius, ball, seed
@@ -144,7 +144,7 @@ class _Starts:
 
     def of(self, image: int, restart: int) -> Tensor:
         if restart not in self.drawn:
-            self.drawn.pop(restart - 3, None)  # nobody is that far behind for long
+            self.drawn.pop(restart - 3, None)  # images rarely lag that far behind
             draw = torch.Generator(self.images.device)
             draw.manual_seed((self.seed * 1_000_003 + restart) % (1 << 62))
             self.drawn[restart] = BALLS[self.ball].sample(self.images, self.radius, draw)
@@ -152,7 +152,7 @@ class _Starts:
 
 
 class _Pool:
-    """Images, and the slots they take in turn."""
+    """The images, and the slots that they take in turn."""
 
     def __init__(self, images: Tensor, labels: Tensor, width: int, restarts: int):
         self.images, self.labels, self.restarts = images, labels, restarts
@@ -170,7 +170,7 @@ class _Pool:
         )  # fmt: skip
 
     def seat(self, starts: _Starts) -> bool:
-        """Fill the free slots; whether anybody sits."""
+        """Fill the free slots, and return whether any slot is in use."""
         free = [place for place, seat in enumerate(self.seats) if seat is None]
         taken = free[: len(self.waiting)]
         for place in taken:
@@ -189,7 +189,7 @@ class _Pool:
         return any(seat is not None for seat in self.seats)
 
     def collect(self, iterations: int) -> None:
-        """Take in what the slots that are done have found; who stands waits for another start."""
+        """Store the results of finished slots; unbroken images wait for their next restart."""
         broken_at, at = torch.stack([self.slots.broken_at, self.slots.at]).tolist()
         over: list[int] = []
         who: list[int] = []

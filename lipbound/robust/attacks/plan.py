@@ -1,4 +1,4 @@
-"""What to try against a network, and how to compute it."""
+"""Attack plans: which attacks to run against a network, and how to compute them."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.recheck import tf32, verified
 
 SLACK = {"float32": 0.0, "tf32": 0.0, "float16": 0.02, "bfloat16": 0.1}
-"""Precision of the search → by how much a margin must exceed 0 to count as broken there.
+"""Precision of the search → margin above which an image counts as broken in that precision.
 
-Whatever the search computes in, what it found is looked at once more in float32.
+All adversarial images are checked again in float32, whatever the precision of the search.
 """
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-LOOKED_AT = 64  # images by which half precision is judged
+LOOKED_AT = 64  # number of images on which half precision is tested
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to try.
+    """An attack plan: which attacks to run, and with which budget.
 
     Attributes:
-        attacks: Names in ``ATTACKS``.
-        ball: Of PGD, AutoAttack and the doubts.
-        radius: Of that ball.
-        step: Of PGD, as part of the radius.
-        iterations: Of PGD.
-        restarts: Of PGD.
-        loss: Of PGD, a name in ``LOSSES``.
-        decay: Whether PGD's steps shrink.
-        radii: L2 radii at which Carlini & Wagner's perturbations count.
-        searches: Of Carlini & Wagner's constant.
-        search_steps: Steps for each.
-        constant: Of Carlini & Wagner, to begin with; near 1 it needs fewer searches.
-        batch: Images at a time.
-        seed: Of everything random.
-        precision: Of the searches: float32, tf32, float16 (as fine as tf32, and quicker) or
-            bfloat16, which is too coarse for all but PGD: the others get tf32.
-        compile: ``torch.compile`` the network for the searches.
-        graphs: Replay the searches as CUDA graphs, on a GPU.
+        attacks: Names of attacks in ``ATTACKS``.
+        ball: Norm ball of PGD, AutoAttack and the doubts, a name in ``BALLS``.
+        radius: Radius of that ball.
+        step: Step length of PGD, as a fraction of the radius.
+        iterations: Number of PGD iterations.
+        restarts: Number of PGD restarts.
+        loss: Loss that PGD maximizes, a name in ``LOSSES``.
+        decay: Whether the steps of PGD shrink.
+        radii: L2 radii at which to report the accuracy under Carlini & Wagner's attack.
+        searches: Number of values of Carlini & Wagner's constant to try.
+        search_steps: Number of steps for each value of the constant.
+        constant: First value of Carlini & Wagner's constant. A value near 1 needs fewer searches.
+        batch: Number of images attacked at a time.
+        seed: Seed for all random numbers.
+        precision: Precision of the searches: float32, tf32, float16 (as accurate as tf32, and
+            faster) or bfloat16, which only PGD uses; the other attacks then use tf32.
+        compile: Whether to ``torch.compile`` the network for the searches.
+        graphs: Whether to replay the searches as CUDA graphs on a GPU.
 
-    Raises:
-        ValueError: Naming what makes no sense.
+        Raises:
+            ValueError: If a value is out of range or a name is unknown.
     """
 
     attacks: tuple[str, ...] = ("pgd",)
@@ -93,29 +93,29 @@ class Plan:
             *(("radii", r) for r in self.radii),
         ):  # fmt: skip
             if not 0 < radius < math.inf:
-                raise ValueError(f"{name}={radius!r} must be positive")
+                raise ValueError(f"{name}={radius!r} must be positive and finite")
         if self.ball == "linf" and self.radius > 1:
-            raise ValueError(f"radius={self.radius:g} in linf exceeds all of [0, 1]; 0.0314 say")
+            raise ValueError(f"radius={self.radius:g} in linf exceeds the range [0, 1]; try 0.0314")
         if "autoattack" in self.attacks and importlib.util.find_spec("pyautoattack") is None:
-            raise ValueError("AutoAttack comes with: pip install 'lipbound[attacks]'")
+            raise ValueError("AutoAttack requires: pip install 'lipbound[attacks]'")
         if {"cw", "cw-projected"} & set(self.attacks) and not self.radii:
-            raise ValueError("Carlini & Wagner's attack needs radii, 0.6 say")
+            raise ValueError("radii=() is empty; Carlini & Wagner's attack needs one, such as 0.6")
 
     @property
     def fine(self) -> str:
-        """The precision of searches that look closely."""
+        """The precision of attacks that need more digits than bfloat16 has."""
         return "tf32" if self.precision == "bfloat16" else self.precision
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A network as the searches compute it.
+    """A network prepared for the searches.
 
     Attributes:
-        model: In eval mode, its parameters without gradients.
-        logits: The same, compiled if that is wanted.
-        replay: For graphs, where there are any.
-        plan: What to try.
+        model: The network, in eval mode and with frozen parameters.
+        logits: The same network, compiled if the plan says so.
+        replay: Replays CUDA graphs; ``None`` without graphs.
+        plan: The attack plan.
     """
 
     model: nn.Module
@@ -125,7 +125,7 @@ class Engine:
 
     @contextmanager
     def at(self, precision: str) -> Iterator[Logits]:
-        """The logits in a precision."""
+        """Yield the network in the given precision."""
         half = HALVES.get(precision)
         with tf32(precision == "tf32"):
             yield self.logits if half is None else Rough(self.logits, half)
@@ -133,9 +133,9 @@ class Engine:
 
 @contextmanager
 def engine(model: nn.Module, images: Tensor, plan: Plan) -> Iterator[Engine]:
-    """The network made ready for a plan's searches on these images.
+    """Prepare the network for a plan's searches on these images.
 
-    Half precision is given up for tf32 where its gradients are not the network's.
+    tf32 replaces half precision if the network's gradients are wrong in half precision.
     """
     logits: Logits = torch.compile(model, dynamic=False) if plan.compile else model
     replay = Replay() if plan.graphs and images.is_cuda else None
@@ -144,13 +144,13 @@ def engine(model: nn.Module, images: Tensor, plan: Plan) -> Iterator[Engine]:
     with frozen(model):
         if half is not None and not faithful(model, images[:LOOKED_AT], half):
             plan = replace(plan, precision="tf32")
-        with tuned(before or replay is not None):  # one shape, many times
+        with tuned(before or replay is not None):  # the same shape many times
             yield Engine(model, logits, replay, plan)
 
 
 @contextmanager
 def tuned(wanted: bool) -> Iterator[None]:
-    """Whether cuDNN measures which of its algorithms is best for every new shape."""
+    """Set whether cuDNN measures which of its algorithms is fastest for every new shape."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = wanted
     try:
@@ -160,7 +160,7 @@ def tuned(wanted: bool) -> Iterator[None]:
 
 
 def strongest(on: Engine, images: Tensor, labels: Tensor, radius: float, **options: Any) -> Found:
-    """The plan's PGD, at a radius, with some options changed."""
+    """Run the plan's PGD at the given radius, with some options changed."""
     plan = on.plan
     chosen: dict[str, Any] = {
         "ball": plan.ball,
@@ -181,7 +181,7 @@ def _pgd(on: Engine, images: Tensor, labels: Tensor) -> Found:
 
 
 def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
-    """For every radius anew: the smallest ball in which an image was broken counts."""
+    """Attack at every radius, and keep the smallest ball in which each image was broken."""
     found: Found | None = None
     for radius in sorted(on.plan.radii, reverse=True):
         new = strongest(on, images, labels, radius, ball="l2", loss="margin", decay=False)
@@ -197,7 +197,7 @@ def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
 
 
 def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
-    """Only of images that are classified rightly; the others' smallest perturbation is none."""
+    """Attack the correctly classified images; the others need no perturbation."""
     plan = on.plan
     mistakes = verified(on.model, images, labels, plan.batch)
     none = torch.zeros(mistakes.shape).to(images)
@@ -212,7 +212,7 @@ def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
             )  # fmt: skip
             _put(found, part, nearest)
 
-    # A graph has one shape, and what is compiled for one is not compiled for others.
+    # CUDA graphs and compiled networks need batches of one shape.
     width = plan.batch if on.replay else min(plan.batch, len(images)) * plan.compile
     with on.at(plan.fine) as logits:
         search(logits, (~mistakes).nonzero()[:, 0], width, on.replay)
@@ -220,18 +220,18 @@ def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
     lost = _unconfirmed(on, found, labels)
     if not len(lost):
         return found
-    search(on.model, lost)  # mistakes in the search's precision alone: the least robust of all
+    search(on.model, lost)  # broken only in the precision of the search: the least robust images
     return pushed(on.model, images, labels, found, plan.batch)
 
 
 def _put(found: Found, who: Tensor, part: Found) -> None:
-    """Write what was found for some images; more of it, a graph's width, is left out."""
+    """Write the results of some images; rows that only fill up the graph's width are dropped."""
     for whole, piece in zip(vars(found).values(), vars(part).values(), strict=True):
         whole[who] = piece[: len(who)]
 
 
 def _unconfirmed(on: Engine, found: Found, labels: Tensor) -> Tensor:
-    """Images that a search coarser than float32 took for broken, and float32 does not."""
+    """Return the images that are broken in the precision of the search but not in float32."""
     if on.plan.fine == "float32":
         return labels.new_zeros(0)
     again = found.broken & ~verified(on.model, found.images, labels, on.plan.batch)
@@ -239,9 +239,9 @@ def _unconfirmed(on: Engine, found: Found, labels: Tensor) -> Tensor:
 
 
 def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch: int) -> Found:
-    """Perturbations a little longer where float32 does not agree that they are long enough.
+    """Lengthen perturbations slightly where the image is not broken in float32.
 
-    The smallest ones end at the boundary itself, which another precision sees elsewhere.
+    The smallest perturbations end at the decision boundary, which moves with the precision.
     """
     kept = found.images
     for factor in (1.002, 1.005, 1.01, 1.02, 1.05):
@@ -255,15 +255,12 @@ def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch
 
 
 def _autoattack(on: Engine, images: Tensor, labels: Tensor) -> Found:
-    """It takes what is broken in its own precision for broken; float32 tries the others again.
-
-    Its batches have every size: nothing is compiled or tuned for them.
-    """
+    """Run AutoAttack, and repeat it in float32 on images that are broken only in its precision."""
     plan, half = on.plan, HALVES.get(on.plan.fine)
     options: dict[str, Any] = {
         "radius": plan.radius, "ball": plan.ball, "seed": plan.seed, "batch": plan.batch,
     }  # fmt: skip
-    with tuned(False):
+    with tuned(False):  # its batches differ in size
         with tf32(plan.fine == "tf32"):
             model = on.model if half is None else Rough(on.model, half)
             found = autoattack(model, images, labels, **options)
@@ -281,4 +278,4 @@ ATTACKS: dict[str, Attack] = {
     "cw-projected": _projected,
     "autoattack": _autoattack,
 }
-"""Name → attack. ``cw`` minimizes the norm, ``cw-projected`` stays in each ball in turn."""
+"""Name → attack. ``cw`` minimizes the norm; ``cw-projected`` runs PGD in each L2 ball."""

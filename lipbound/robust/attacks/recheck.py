@@ -1,4 +1,4 @@
-"""Look once more: are the inputs sound, and is what an attack broke really broken?"""
+"""Check the inputs of an evaluation, and check adversarial images again in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lipbound.robust.attacks.pgd import Found, perturbation_norms
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """With or without TF32: what breaks an image only in its rounding would not be reproduced."""
+    """Allow or forbid TF32. An image that is broken only by TF32's rounding does not count."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:
@@ -24,12 +24,12 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def check(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 500) -> Tensor:
-    """The logits, or what is wrong with the inputs."""
+    """Return the logits; raise ValueError if the inputs cannot be attacked."""
     if any(m.training for m in model.modules()):
         raise ValueError("the model is in training mode; call model.eval() first")
     if images.ndim != 4 or len(images) != len(labels) or len(images) == 0:
         raise ValueError(
-            f"images {tuple(images.shape)} and labels {tuple(labels.shape)} do not fit; pass "
+            f"images {tuple(images.shape)} and labels {tuple(labels.shape)} do not match; pass "
             f"(count, channels, height, width) and (count,)"
         )
     low, high = float(images.min()), float(images.max())
@@ -41,7 +41,7 @@ def check(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 500) ->
     with torch.no_grad():
         logits = torch.cat([model(part).float() for part in images.split(batch)])
     if logits.ndim != 2:
-        raise ValueError(f"the model gives {tuple(logits.shape)}, not (count, classes)")
+        raise ValueError(f"the model returns {tuple(logits.shape)}; it must be (count, classes)")
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("the logits are not all finite numbers")
     if int(labels.min()) < 0 or int(labels.max()) >= logits.shape[1]:
@@ -55,19 +55,19 @@ def check(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 500) ->
 @tf32(False)
 @torch.no_grad()
 def verified(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
-    """Whether images are misclassified, in float32 without TF32; NaN is no answer."""
+    """Whether images are misclassified in float32 without TF32; NaN logits do not count."""
     logits = torch.cat([model(x.float()).float() for x in images.split(batch)])
     return (logits.argmax(1) != labels) & logits.isfinite().all(1)
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What an attack is measured on.
+    """The images on which attacks are measured.
 
     Attributes:
         images: ``(count, channels, height, width)``, pixels in [0, 1].
-        labels: ``(count,)``.
-        mistakes: Whether the network misclassifies an image as it is.
+        labels: True classes, ``(count,)``.
+        mistakes: Whether the network misclassifies the image without attack.
     """
 
     images: Tensor
@@ -81,7 +81,7 @@ class Examples:
 def valid(
     model: nn.Module, found: Found, on: Examples, ball: str, radius: float, batch: int
 ) -> Tensor:
-    """Whether each image is broken: a mistake as it is, or by a valid perturbation, again."""
+    """Whether each image is misclassified, without attack or by a valid perturbation."""
     sizes = perturbation_norms(found.images, on.images, ball)
     inside = sizes <= radius * (1 + 1e-5) + 1e-7
     in_range = ((found.images >= 0) & (found.images <= 1)).flatten(1).all(1)

@@ -1,4 +1,4 @@
-"""Labelled images, by name in ``DATA``."""
+"""Data sets of labelled images, by name in ``DATA``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA: dict[str, Callable[[Path | None], Data]] = {
     "packed-cifar100": packed.cifar100,
     "packed-imagenette64": packed.imagenette64,
 }
-"""Name → function that reads the data set from a folder. Add your own."""
+"""Name → function that reads the data set from a folder. You may add your own."""
 
 
 def data_set(name: str, folder: Path | None = None) -> Data:

@@ -1,4 +1,4 @@
-"""Pictures in folders, decoded when they are needed."""
+"""Images in folders, decoded when they are needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-PIXELS = 1 << 26  # of one picture: more is refused before it is decoded
+PIXELS = 1 << 26  # most pixels of an image; larger ones are refused before decoding
 
 
 class Streamed:
     """Images in one folder per class, decoded by worker processes as they are needed.
 
-    Training images are cut at random (8 to 100 % of the area, sides 3:4 to 4:3) and mirrored,
-    test images resized and cut in the middle. What is cut depends on the seed and the image.
+    Training images get a random crop (8 to 100 % of the area, aspect ratio 3:4 to 4:3) and flip,
+    which depend on the seed and the image. Test images get a central crop and are resized.
     """
 
     def __init__(self, root: Path, classes: Sequence[str], size: int = 224, workers: int = 8):
@@ -32,8 +32,8 @@ class Streamed:
             self.paths += found
             self.labels += [label] * len(found)
         if not self.paths:
-            raise ValueError(f"no images in {str(root)!r}; it should hold one folder per class")
-        # Mixed, so that the first so many are of all classes.
+            raise ValueError(f"no images in {str(root)!r}; it must hold one folder per class")
+        # Shuffled, so that the first images are of all classes.
         order = np.random.default_rng(0).permutation(len(self.paths))
         self.paths = [self.paths[i] for i in order]
         self.labels = [self.labels[i] for i in order]
@@ -45,7 +45,7 @@ class Streamed:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
-        # By name, not by content: Pillow would hand PostScript to an interpreter.
+        # The formats are named because Pillow would pass PostScript to an interpreter.
         with Image.open(self.paths[index], formats=FORMATS) as opened:
             image = decoded(opened, self.paths[index])
         size = self.size
@@ -75,25 +75,25 @@ class Streamed:
             batch_sampler=[b.tolist() for b in batches],
             num_workers=self.workers if len(batches) > 1 else 0,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(0),  # else it would draw from the global one
+            generator=torch.Generator().manual_seed(0),  # otherwise it would use the global one
         )
         return iter(loader)
 
 
 def decoded(image: Any, path: Path) -> Any:
-    """The picture in RGB, if its header does not announce more pixels than a photograph has.
+    """Return the image in RGB, unless its header announces more than ``PIXELS`` pixels.
 
     Raises:
-        ValueError: If it does; nothing is decoded.
+        ValueError: If the image is too large; it is not decoded.
     """
     width, height = image.size
     if width * height > PIXELS:
-        raise ValueError(f"{str(path)!r} holds a picture of {width}×{height}; {PIXELS:,} is a lot")
+        raise ValueError(f"{str(path)!r} has {width}×{height} pixels; at most {PIXELS:,} are read")
     return image.convert("RGB")
 
 
 def _middle(width: int, height: int) -> tuple[float, float, float, float]:
-    """The central square, 7/8 of the shorter side, as 224 of 256 is."""
+    """Return the central square with 7/8 of the shorter side, as in a 224 of 256 crop."""
     side = min(width, height) * 0.875
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side

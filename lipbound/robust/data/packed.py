@@ -22,10 +22,10 @@ from lipbound.robust.data.sets import Data, in_memory
 
 
 def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Images ``(count, height, width, 3)`` and labels of one file; sprites have a digest.
+    """Read images ``(count, height, width, 3)`` and labels of one file, and check their digest.
 
     Raises:
-        ValueError: If the file is damaged, or grows to more than a data set has.
+        ValueError: If the file is damaged, or unpacks to more than ``LARGEST`` bytes.
     """
     check_file(path)
     try:
@@ -35,7 +35,7 @@ def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
             raise ValueError(f"it unpacks to more than {LARGEST >> 20} MiB")
         return _read(path)
     except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{str(path)!r} is no packed data set: {error}") from None
+        raise ValueError(f"{str(path)!r} is not a packed data set: {error}") from None
 
 
 def _read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
@@ -47,7 +47,7 @@ def _read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     with np.load(path, allow_pickle=False) as stored:
         meta = json.loads(str(stored["meta"]))
         labels = stored["labels"]
-        if "offset" in stored.files:  # one encoded image after the other
+        if "offset" in stored.files:  # the encoded images one after another
             data, ends = stored["data"], stored["offset"]
             heads = [stored[f"header_{i}"] for i in range(meta["headers"])]
             which = stored["header_id"] if heads else None
@@ -65,30 +65,30 @@ def _read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
             sheets.append(tiles.reshape(rows * columns, side, side, 3))
     images = np.concatenate(sheets)[: meta["n"]] * np.uint8(max(1, meta["step"]))
     if hashlib.sha256(np.ascontiguousarray(images).tobytes()).hexdigest() != meta["sha256_pixels"]:
-        raise ValueError(f"{str(path)!r} is damaged: its pixels have another digest")
+        raise ValueError(f"{str(path)!r} is damaged: the digest of its pixels does not match")
     return images, labels
 
 
 def packed(folder: Path | None, train: list[str], test: str, crop: int) -> Data:
     if folder is None:
-        raise ValueError(f"packed data needs --folder, where {test} lies")
+        raise ValueError(f"packed data needs --folder, the folder that contains {test}")
     parts = [read(folder / name) for name in train]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return in_memory((images, labels), read(folder / test), crop=crop, flip=True)
 
 
 def cifar10(folder: Path | None = None) -> Data:
-    """CIFAR-10 from packed files, or from its usual files where there are no packed ones."""
+    """Read CIFAR-10 from packed files, or from the original files if there are no packed ones."""
     return _cifar("cifar10", folder, sets.cifar10)
 
 
 def cifar100(folder: Path | None = None) -> Data:
-    """CIFAR-100 from packed files, or from its usual files where there are no packed ones."""
+    """Read CIFAR-100 from packed files, or from the original files if there are no packed ones."""
     return _cifar("cifar100", folder, sets.cifar100)
 
 
 def imagenette64(folder: Path | None = None) -> Data:
-    """Imagenette at 64×64 pixels from packed files."""
+    """Read Imagenette at 64×64 pixels from packed files."""
     return packed(folder, ["imagenette64_train.imgs.npz"], "imagenette64_val.imgs.npz", 8)
 
 

@@ -1,4 +1,4 @@
-"""Labelled images by name: small sets as bytes in memory (on the device), large ones streamed."""
+"""Data sets of labelled images: small sets are held in memory, large ones are streamed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Split(Protocol):
-    """Images of one kind; indices choose among them."""
+    """The training or the test images of a data set; indices select among them."""
 
     def __len__(self) -> int: ...
 
     def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images as uint8 ``(batch, channels, height, width)``, and labels; no augmentation."""
+        """Return uint8 images ``(batch, channels, height, width)`` and labels, not augmented."""
 
     def stream(
         self, batches: Sequence[Tensor], seed: int | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """One pair for each tensor of indices; a streamed split augments by itself, by the seed."""
+        """Yield images and labels per tensor of indices; the seed augments streamed images."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Images held as bytes.
+    """Images held in memory as bytes.
 
     Attributes:
-        images: uint8, ``(count, channels, height, width)``.
-        labels: int64.
+        images: uint8 pixels, ``(count, channels, height, width)``.
+        labels: Classes, int64.
     """
 
     images: Tensor
@@ -62,16 +62,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set.
+    """A data set of training and test images.
 
     Attributes:
-        train: Its training images.
-        test: Its test images.
-        classes: How many there are.
-        mean: Of the training pixels in [0, 1], per channel.
-        std: Their deviation.
-        crop: Pixels of padding for random crops; 0 for none.
-        flip: Whether mirror images mean the same.
+        train: The training images.
+        test: The test images.
+        classes: Number of classes.
+        mean: Mean of the training pixels in [0, 1], per channel.
+        std: Standard deviation of the training pixels, per channel.
+        crop: Pixels of padding for random crops; 0 for no crops.
+        flip: Whether random horizontal flips keep the class.
     """
 
     train: Split
@@ -90,11 +90,11 @@ class Data:
 def in_memory(
     train: tuple[Bytes, NDArray[Any]], test: tuple[Bytes, NDArray[Any]], **options: Any
 ) -> Data:
-    """From arrays ``(count, height, width, channels)`` and labels."""
+    """Make a data set from arrays ``(count, height, width, channels)`` and labels."""
     splits: list[Memory] = []
     for images, labels in (train, test):
         if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images but {len(labels)} labels; the files disagree")
+            raise ValueError(f"{len(images)} images but {len(labels)} labels; check the files")
         pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
         splits.append(Memory(pixels, torch.from_numpy(labels.astype(np.int64))))
     counts = np.stack([np.bincount(c.ravel(), minlength=256) for c in np.moveaxis(train[0], 3, 0)])
@@ -107,13 +107,13 @@ def in_memory(
 
 
 def moves(count: int, crop: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """How to move each of ``count`` images: shifts ``(2, count)``, and which to mirror."""
+    """Draw random shifts ``(2, count)`` and flips for ``count`` images."""
     shifts = torch.randint(0, 2 * crop + 1, (2, count), generator=generator)
     return shifts, torch.rand(count, generator=generator) < 0.5
 
 
 def moved(images: Tensor, shifts: Tensor, mirrored: Tensor | None, crop: int) -> Tensor:
-    """Cut a window out of each image, padded by ``crop`` zeros; mirror the marked ones."""
+    """Pad each image by ``crop`` zeros, crop it at its shift, and flip the marked ones."""
     count, channels, height, width = images.shape
     device = images.device
     if crop:
@@ -131,16 +131,16 @@ def moved(images: Tensor, shifts: Tensor, mirrored: Tensor | None, crop: int) ->
 
 
 def digits(folder: Path | None = None) -> Data:
-    """Scikit-learn's 1,797 digits of 8×8 pixels; every fifth is a test image."""
+    """Read scikit-learn's 1,797 digits of 8×8 pixels; every fifth is a test image."""
     if folder is not None:
         raise ValueError(
-            f"the digits come with scikit-learn and are not read from {folder}; leave out the "
-            f"folder, or name the data that lies there"
+            f"data 'digits' comes with scikit-learn and is not read from {folder}; leave out the "
+            f"folder, or name the data set in that folder"
         )
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ValueError("the digits come with: pip install 'lipbound[digits]'") from None
+        raise ValueError("data 'digits' requires: pip install 'lipbound[digits]'") from None
     found = load_digits()
     images = np.round(found.images * (255 / 16)).astype(np.uint8)[..., None]
     test = np.arange(len(images)) % 5 == 4
@@ -149,13 +149,13 @@ def digits(folder: Path | None = None) -> Data:
 
 
 def cifar10(folder: Path | None = None) -> Data:
-    """CIFAR-10 from the files torchvision unpacks, the binary ones, or either archive."""
+    """Read CIFAR-10 from its Python files, its binary files, or the archive of either."""
     train = [f"data_batch_{i}" for i in range(1, 6)]
     return _cifar(folder, "cifar-10", "batches-py", "batches-bin", train, ["test_batch"])
 
 
 def cifar100(folder: Path | None = None) -> Data:
-    """CIFAR-100 with its fine labels, from the same kinds of files."""
+    """Read CIFAR-100 with its fine labels, from the same kinds of files."""
     return _cifar(folder, "cifar-100", "python", "binary", ["train"], ["test"])
 
 
@@ -163,7 +163,7 @@ def _cifar(
     folder: Path | None, name: str, python: str, binary: str, train: list[str], test: list[str]
 ) -> Data:
     root = _folder(folder, f"{name}-python.tar.gz or the folder it unpacks to")
-    skip = 1 if name == "cifar-10" else 2  # label bytes of a binary record; the last is the label
+    skip = 1 if name == "cifar-10" else 2  # label bytes of a binary record; the last one is used
     kinds: list[tuple[str, str, str, Callable[[bytes], tuple[Bytes, NDArray[Any]]]]] = [
         (f"{name}-{python}", f"{name}-python.tar.gz", "", pickled),
         (f"{name}-{binary}", f"{name}-binary.tar.gz", ".bin", lambda raw: rows(raw, skip)),
@@ -182,13 +182,13 @@ def _cifar(
                 crop=4, flip=True,
             )  # fmt: skip
     raise ValueError(
-        f"no {name} in {str(root)!r}: it should hold {name}-{python}, {name}-{binary} or one of "
+        f"no {name} in {str(root)!r}: it must hold {name}-{python}, {name}-{binary} or one of "
         f"the archives {name}-python.tar.gz, {name}-binary.tar.gz"
     )
 
 
 def fashion_mnist(folder: Path | None = None) -> Data:
-    """Fashion-MNIST (or MNIST) from idx files, compressed or not; Debian's package by default."""
+    """Read Fashion-MNIST or MNIST from idx files; Debian's package is the default folder."""
     debian = Path("/usr/share/datasets/fashion-mnist")
     root = _folder(folder or (debian if debian.is_dir() else None), "train-images-idx3-ubyte.gz")
     for inside in ("", "FashionMNIST/raw", "raw"):  # where torchvision puts them
@@ -205,18 +205,18 @@ def fashion_mnist(folder: Path | None = None) -> Data:
 
 def _folder(folder: Path | None, what: str) -> Path:
     if folder is None:
-        raise ValueError(f"this data needs --folder, where {what} lies")
+        raise ValueError(f"this data needs --folder, the folder that contains {what}")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     return folder
 
 
 def folder(folder: Path | None = None) -> Data:
-    """ImageNet, Imagenette: ``train`` and ``val`` (or ``test``) with one folder per class."""
+    """Read a folder such as ImageNet's: ``train`` and ``val`` (or ``test``) hold class folders."""
     root = _folder(folder, "train/CLASS/*.jpg and val/CLASS/*.jpg")
     test = next((root / n for n in ("val", "test") if (root / n).is_dir()), None)
     if test is None or not (root / "train").is_dir():
-        raise ValueError(f"{str(root)!r} has no train and val folders")
+        raise ValueError(f"{str(root)!r} must contain the folders train and val")
     classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
     train = Streamed(root / "train", classes)
     return Data(train, Streamed(test, classes), len(classes), IMAGENET_MEAN, IMAGENET_STD)

@@ -39,4 +39,4 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "wrn-28-4": partial(WideResNet, 28, 4),
     "wrn-28-10": partial(WideResNet, 28, 10),
 }
-"""Name → constructor, which takes ``classes`` and ``inputs`` (the image's channels)."""
+"""Name → constructor, which takes ``classes`` and ``inputs`` (the number of image channels)."""

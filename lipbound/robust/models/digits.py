@@ -1,4 +1,4 @@
-"""Small networks for 8×8 digits; one comes with its trained weights inside the package."""
+"""Small networks for 8×8 digits; the package contains trained weights for one of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ INPUT_SHAPE = (1, 8, 8)
 
 
 class SmallCNN(nn.Sequential):
-    """Three 3×3 convolutions, the last two with stride 2, mean, Linear.
+    """Three 3×3 convolutions, the last two with stride 2, then a mean and a Linear layer.
 
     Args:
         classes: Number of outputs.
-        inputs: Channels of the image.
+        inputs: Number of image channels.
         batchnorm: Whether a BatchNorm follows each convolution.
     """
 
@@ -31,7 +31,7 @@ class SmallCNN(nn.Sequential):
 
 
 class DigitsNet(nn.Sequential):
-    """Every kind of convolution an engineer meets: plain, strided, depthwise, dilated, 1×1."""
+    """A CNN with the common kinds of convolution: plain, strided, depthwise, dilated and 1×1."""
 
     def __init__(self) -> None:
         def block(name: str, conv: nn.Conv2d) -> dict[str, nn.Module]:
@@ -54,7 +54,7 @@ class DigitsNet(nn.Sequential):
 
 
 def network() -> DigitsNet:
-    """The trained network, in eval mode."""
+    """Load the trained network, in eval mode."""
     model = DigitsNet()
     with WEIGHTS.open("rb") as file, np.load(file, allow_pickle=False) as stored:
         state = {name: torch.from_numpy(stored[name]) for name in stored.files}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Normalize(nn.Module):
-    """(x − mean)/std per channel: inside the network, so that attacks work on pixels."""
+    """Compute (x − mean)/std per channel inside the network, so that attacks work on pixels."""
 
     mean: Tensor
     std: Tensor
@@ -25,5 +25,5 @@ class Normalize(nn.Module):
 
 
 def normalized(network: nn.Module, mean: Sequence[float], std: Sequence[float]) -> nn.Module:
-    """The network with its normalization in front."""
+    """Return the network with a normalization layer in front."""
     return nn.Sequential(OrderedDict(normalize=Normalize(mean, std), network=network))

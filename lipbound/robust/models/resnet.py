@@ -1,4 +1,4 @@
-"""Residual networks with post-activation blocks, for small and for large images."""
+"""Residual networks with post-activation blocks, for small and large images."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn import functional
 
 
 class BasicBlock(nn.Module):
-    """3×3, BN, ReLU, 3×3, BN, added to the shortcut, ReLU.
+    """Residual block: 3×3, BN, ReLU, 3×3, BN, added to the shortcut, ReLU.
 
-    Where the size halves the shortcut takes every other pixel and pads the channels with zeros
-    (He et al.'s option A): it has no weights.
+    The shortcut has no weights. Where the size halves, it takes every other pixel and pads the
+    channels with zeros (He et al.'s option A).
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int):
@@ -33,7 +33,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """CIFAR ResNet of 6n + 2 layers (He et al. 2016): 20, 32, 44, 56.
+    """CIFAR ResNet of 6n + 2 layers (He et al. 2016), such as 20, 32, 44 and 56.
 
     Example:
         >>> ResNet(8)(torch.zeros(2, 3, 32, 32)).shape
@@ -43,7 +43,7 @@ class ResNet(nn.Module):
     def __init__(self, depth: int = 20, classes: int = 10, inputs: int = 3):
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"depth={depth} must be 6n + 2: 8, 14, 20, 32, 44, 56 ...")
+            raise ValueError(f"depth={depth} must be 6n + 2, such as 20, 32, 44 or 56")
         blocks = (depth - 2) // 6
         self.conv1 = nn.Conv2d(inputs, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
@@ -67,7 +67,7 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3, 1×1 with four times the channels, each with BN, added to the shortcut, ReLU."""
+    """Residual block: 1×1, 3×3, 1×1 to four times the channels, each with BN, then ReLU."""
 
     def __init__(self, inputs: int, width: int, stride: int):
         super().__init__()
@@ -91,7 +91,7 @@ class Bottleneck(nn.Module):
 
 
 class ImageNetResNet(nn.Module):
-    """ResNet of bottleneck blocks for large images: (3, 4, 23, 3) is ResNet-101."""
+    """ResNet of bottleneck blocks for large images; ``blocks`` (3, 4, 23, 3) is ResNet-101."""
 
     def __init__(self, blocks: Sequence[int] = (3, 4, 23, 3), classes: int = 1000, inputs: int = 3):
         super().__init__()

@@ -32,16 +32,16 @@ class PreActivationBlock(nn.Module):
 
 
 class PreActivationNet(nn.Module):
-    """A 3×3 convolution, stages of pre-activation blocks, BN, ReLU, mean, Linear.
+    """A 3×3 convolution, stages of pre-activation blocks, BN, ReLU, mean and a Linear layer.
 
     Args:
-        channels: Of the first convolution, then of every stage; each stage but the first halves
-            the image.
-        blocks: Per stage.
+        channels: Output channels of the first convolution and of every stage. Each stage except the
+            first halves the image.
+        blocks: Number of blocks per stage.
         classes: Number of outputs.
-        inputs: Channels of the image.
-        dropout: Between a block's convolutions.
-        bias: Whether convolutions have one; beside BatchNorm it does nothing.
+        inputs: Number of image channels.
+        dropout: Dropout rate between the convolutions of a block.
+        bias: Whether convolutions have a bias. It has no effect if a BatchNorm follows.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class PreActivationNet(nn.Module):
 
 
 class WideResNet(PreActivationNet):
-    """WRN-depth-widen (Zagoruyko & Komodakis 2016).
+    """Wide ResNet WRN-depth-widen (Zagoruyko & Komodakis 2016).
 
     Args:
-        depth: 6n + 4.
-        widen: Multiplies the channels 16, 32, 64.
-        options: Of :class:`PreActivationNet`.
+        depth: Number of layers, 6n + 4.
+        widen: Factor of the channels 16, 32, 64.
+        options: Options of :class:`PreActivationNet`.
 
     Example:
         >>> WideResNet(10, 1)(torch.zeros(2, 3, 32, 32)).shape
@@ -89,7 +89,7 @@ class WideResNet(PreActivationNet):
 
     def __init__(self, depth: int = 28, widen: int = 10, classes: int = 10, **options: Any):
         if depth < 10 or (depth - 4) % 6:
-            raise ValueError(f"depth={depth} must be 6n + 4: 10, 16, 22, 28, 34, 40 ...")
+            raise ValueError(f"depth={depth} must be 6n + 4, such as 10, 16, 28 or 40")
         channels = (16, 16 * widen, 32 * widen, 64 * widen)
         super().__init__(channels, (depth - 4) // 6, classes, **options)
 

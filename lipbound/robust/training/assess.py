@@ -1,4 +1,4 @@
-"""From the files of a training run to records of how they stand attacks."""
+"""Evaluate the networks of a training run under attack."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lipbound.robust.training.trained import Trained, load_trained
 
 
 def networks(path: Path) -> list[Trained]:
-    """The network of a file, or the best and the final one of a run's folder.
+    """Load the network of a file, or the best and the final network of a run's folder.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no network.
     """
     files = [path]
     if not path.is_dir():
@@ -29,7 +29,7 @@ def networks(path: Path) -> list[Trained]:
     else:
         files = [f for f in (path / "best.safetensors", path / "final.safetensors") if f.is_file()]
         if not files:
-            raise ValueError(f"{str(path)!r} holds no best.safetensors and no final.safetensors")
+            raise ValueError(f"{str(path)!r} has no best.safetensors and no final.safetensors")
     return [load_trained(file) for file in files]
 
 
@@ -46,29 +46,29 @@ def assess(
     doubts: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """One network's record, see :func:`lipbound.robust.attacks.evaluate.evaluate`.
+    """Return a network's record from :func:`lipbound.robust.attacks.evaluate.evaluate`.
 
     Args:
-        network: To be attacked.
-        other: From which adversarial images are carried over, to see whether they do better.
+        network: The network to attack.
+        other: Another network. Its adversarial images test whether the attacks are too weak.
         images: uint8 pixels and labels.
-        plan: What to try.
-        device: Where.
+        plan: An attack plan: which attacks to run, and with which budget.
+        device: Device to compute on.
         certify: Whether to audit the network, for certified accuracies.
-        jacobians: At how many images to measure the Jacobian's norm.
-        curves: Whether to attack at other radii and with fewer steps too.
+        jacobians: Number of images at which to measure the norm of the Jacobian.
+        curves: Whether to attack also at other radii and with fewer steps.
         doubts: Whether to look for signs of a weak attack.
-        progress: Is told what is being done.
+        progress: Called with the name of each stage when it begins.
     """
     pixels, labels = images
     if tuple(pixels.shape[1:]) != network.input_shape:
         raise ValueError(
-            f"the images are {tuple(pixels.shape[1:])}, the network takes {network.input_shape}"
+            f"the images are {tuple(pixels.shape[1:])}, but the network takes {network.input_shape}"
         )
     bounds = None
     if certify:
         progress("audit")
-        # Wants a processor's float64; Jacobians are measured below, at images and not at noise.
+        # The audit needs the CPU's float64. Jacobians are measured below, at images.
         bounds = audit(network.model.cpu(), network.input_shape, search=0)
     model = network.model.to(device)
     if device.type == "cuda" and plan.precision != "float32":

@@ -1,4 +1,4 @@
-"""Which images a step sees, and how: a function of the seed and the step."""
+"""Training batches and their random numbers, which depend only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lipbound.robust.data.sets import Data, Memory, Split, moved, moves
 from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.settings import Settings
 
-ORDER, MOVES, START, CHECK = range(4)  # what a random number is for
+ORDER, MOVES, START, CHECK = range(4)  # purposes of random numbers
 
 
 class Feed:
-    """The training images, those held out, and everything that is drawn about them.
+    """The training and held-out images, their order, augmentation and random starts.
 
     Args:
-        chosen: What to do.
-        data: On what.
-        who: This process among others; it gets its part of every batch.
+        chosen: Settings of the run.
+        data: The data set.
+        who: The processes of the run; each gets its part of every batch.
     """
 
     def __init__(self, chosen: Settings, data: Data, who: Team):
         if chosen.batch % who.size:
-            raise ValueError(f"batch={chosen.batch} does not divide among {who.size} processes")
+            raise ValueError(f"batch={chosen.batch} is not divisible by {who.size} processes")
         self.chosen, self.data, self.who = chosen, data, who
         count = min(len(data.train), chosen.first or len(data.train))
         held = round(chosen.held_out * count)
@@ -34,16 +34,16 @@ class Feed:
         self.held, self.kept = order[:held], order[held:].sort().values
         self.per_epoch = len(self.kept) // chosen.batch
         if self.per_epoch == 0:
-            raise ValueError(f"batch={chosen.batch} is more than the {len(self.kept)} images")
+            raise ValueError(f"batch={chosen.batch} is more than {len(self.kept)} training images")
         self.train: Split = data.train
         if isinstance(data.train, Memory):
             self.train = data.train.to(who.device)
         self._coming: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This process's part of the step's images, moved at random, as pixels on the device.
+        """Return this process's part of the step's augmented images and labels, on the device.
 
-        Steps are asked for one after the other.
+        Steps must be requested in order.
         """
         chosen, mine = self.chosen, self.who.mine(self.chosen.batch)
         epoch, place = divmod(step, self.per_epoch)
@@ -62,7 +62,7 @@ class Feed:
         return self.pixels(images, labels)
 
     def pixels(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """In [0, 1], on the device."""
+        """Move images to the device, with pixels in [0, 1]."""
         device = self.who.device
         pixels = images.to(device, non_blocking=True).float() / 255
         if device.type == "cuda":
@@ -70,10 +70,10 @@ class Feed:
         return pixels, labels.to(device, non_blocking=True)
 
     def start(self, images: Tensor, step: int, place: int | None = None) -> Tensor:
-        """Where an attack on these images begins: of a training step, or of a check at a place."""
+        """Draw random starts of an attack in a training step, or in batch ``place`` of a check."""
         draw = torch.Generator(self.who.device)
         draw.manual_seed(self._seed(START, step) if place is None else self._seed(CHECK, 1 + place))
-        # Drawn for the whole batch: in training it does not matter how many share it.
+        # Drawn for the whole batch, so that training does not depend on the number of processes.
         like = images[:1].expand(len(images) * self.who.size, -1, -1, -1)
         like = torch.empty_like(like, memory_format=torch.contiguous_format)
         ball = BALLS[self.chosen.ball]

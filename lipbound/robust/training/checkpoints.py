@@ -1,7 +1,7 @@
-"""Checkpoints: one safetensors file each, its JSON inside, whole or not there at all.
+"""Checkpoints: one safetensors file each with a JSON record inside, written atomically.
 
 A file is written under another name, flushed to the disk and then renamed, so a run that is killed
-leaves the one before. Tensors carry a checksum; what does not match is refused.
+leaves the previous checkpoint intact. A checksum detects damaged files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.files import write
+from lipbound.files import clean, write
 from lipbound.robust.training.settings import filled
 
 KEY = "lipbound"
@@ -26,7 +26,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) ->
     """Write tensors and a JSON record atomically.
 
     Raises:
-        OSError: As the system gives it, naming the file; nothing half-written stays behind.
+        OSError: If the file cannot be written; no partial file remains.
     """
     from safetensors.torch import save as encode
 
@@ -37,7 +37,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) ->
 
 
 def about(path: Path) -> dict[str, Any] | None:
-    """The record of a file this package wrote; ``None`` of any other."""
+    """Return the record of a file that this package wrote, and ``None`` for any other file."""
     from safetensors import safe_open
 
     try:
@@ -49,20 +49,20 @@ def about(path: Path) -> dict[str, Any] | None:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and record.
+    """Read the tensors and the record of a checkpoint.
 
     Raises:
-        ValueError: If the file is cut, damaged or not from here.
+        ValueError: If the file is truncated, damaged or not written by lipbound.
     """
     from safetensors.torch import load_file
 
     record = about(path)
     if record is None:
-        raise ValueError(f"{str(path)!r} is no whole checkpoint of lipbound")
+        raise ValueError(f"{str(path)!r} is not a complete lipbound checkpoint")
     try:
         tensors = load_file(path)
     except Exception as error:
-        raise ValueError(f"{str(path)!r} is no whole checkpoint: {error}") from None
+        raise ValueError(f"{str(path)!r} is not a complete lipbound checkpoint: {error}") from None
     if _checksum(tensors, record) != record.get("checksum"):
         raise ValueError(f"{str(path)!r} is damaged: its checksum does not match")
     return tensors, record
@@ -79,35 +79,36 @@ def _checksum(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> int:
 
 
 class Folder:
-    """The checkpoints of one run, ``step-00000123.safetensors``, the last few of them.
+    """The last few checkpoints of one run, named like ``step-00000123.safetensors``.
 
     Args:
-        root: Where they lie.
-        keep: How many to keep.
+        root: Folder of the checkpoints.
+        keep: Number of checkpoints to keep.
     """
 
     def __init__(self, root: Path, keep: int = 2):
         self.root, self.keep = root, keep
 
     def all(self) -> list[Path]:
-        """Oldest first."""
+        """Return the paths of all checkpoints, oldest first."""
         return sorted(self.root.glob("step-*.safetensors"))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         save(self.root / f"step-{step:08}.safetensors", tensors, {**record, "step": step})
         for old in self.all()[: -self.keep]:
             old.unlink(missing_ok=True)
+        clean(self.root)
 
     def newest(
         self, settings: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
-        """The newest good one, and what was wrong with newer ones.
+        """Read the newest valid checkpoint, and list what is wrong with newer ones.
 
         Args:
-            settings: Of the run; another run's checkpoint is not good.
+            settings: Settings of the run; a checkpoint with other settings is not valid.
 
         Raises:
-            ValueError: If there are some, but none is good.
+            ValueError: If there are checkpoints, but none is valid.
         """
         wrong: list[str] = []
         for path in reversed(self.all()):
@@ -121,5 +122,5 @@ class Folder:
             except ValueError as error:
                 wrong.append(str(error))
         if wrong:
-            raise ValueError(f"no good checkpoint: {'; '.join(wrong)}. Start again elsewhere")
+            raise ValueError(f"no valid checkpoint: {'; '.join(wrong)}. Use another folder")
         return None

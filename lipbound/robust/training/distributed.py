@@ -1,4 +1,4 @@
-"""One process or several that train together, as ``torchrun`` starts them."""
+"""Training in one process, or in several processes started by ``torchrun``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lipbound.runtime import pick_device
 
 @dataclass(frozen=True)
 class Team:
-    """This process among the others.
+    """This process and its place among the processes of a run.
 
     Attributes:
-        device: Where it computes.
-        rank: Its number; 0 writes files and talks.
-        size: How many there are.
+        device: Device to compute on.
+        rank: Number of this process; process 0 writes files and messages.
+        size: Number of processes.
     """
 
     device: torch.device
@@ -34,41 +34,41 @@ class Team:
         return self.rank == 0
 
     def mine(self, count: int) -> slice:
-        """This process's part of ``count`` things."""
+        """Return this process's part of ``count`` items."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Added over all processes."""
+        """Return the sum over all processes."""
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds in some process; all get the same answer."""
+        """Whether the flag is set in any process; all processes get the same answer."""
         if self.size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait for all processes."""
         self.any(False)
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite with the first process's."""
+        """Overwrite the tensors with those of the first process."""
         self._at_once(tensors, lambda together: dist.broadcast(together, 0))
 
     def mean(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite with the mean over all processes.
+        """Overwrite the tensors with their mean over all processes.
 
-        DistributedDataParallel would hold the process group beyond the team, and join gloo's
-        threads with the interpreter's lock in hand, which they may be waiting for. It would also
-        hide the exchange behind the backward pass; an adversarial step has many passes to one.
+        DistributedDataParallel would keep the process group alive after the run, and may deadlock:
+        it joins gloo's threads while it holds the interpreter lock, which they may wait for. Its
+        overlap of exchange and backward pass would save little in an adversarial step.
         """
         self._at_once(tensors, lambda together: self.sum(together).div_(self.size))
 
     @torch.no_grad()
     def _at_once(self, tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
-        """Exchange tensors as one, in place."""
+        """Exchange all tensors in place as one concatenated tensor."""
         if self.size == 1 or not (tensors := list(tensors)):
             return
         together = torch.cat([tensor.flatten() for tensor in tensors])
@@ -80,10 +80,10 @@ class Team:
 
 @contextmanager
 def team(device: str | None = None) -> Iterator[Team]:
-    """Join the processes ``torchrun`` started, or be alone.
+    """Join the processes that ``torchrun`` started, or run as a single process.
 
     Args:
-        device: ``cpu`` or ``cuda``; the GPU if there is one.
+        device: ``cpu`` or ``cuda``; by default the GPU if there is one.
     """
     place = pick_device(device)
     if "LOCAL_RANK" not in os.environ:
@@ -92,13 +92,13 @@ def team(device: str | None = None) -> Iterator[Team]:
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
-    # Imported later, it takes the group for a default argument: gloo's threads then outlive the
-    # group, and may abort the process when the interpreter ends.
+    # If it is imported later, a default argument holds the group: gloo's threads then outlive the
+    # group, and may abort the process when the interpreter exits.
     import_module("torch._dynamo")
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         who = Team(place, dist.get_rank(), dist.get_world_size())
         yield who
-        who.wait()  # leave together: gloo may wait for ever for one that has gone
+        who.wait()  # leave together: gloo may wait forever for a process that has exited
     finally:
         dist.destroy_process_group()

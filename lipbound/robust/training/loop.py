@@ -1,4 +1,4 @@
-"""Train a network into a folder: steps, records, checkpoints, best and final weights."""
+"""Train a network, and write records, checkpoints and weights to a folder."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def train(
     save_every: int = 0,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Train, and write checkpoints, ``best`` and ``final`` weights and records to a folder.
+    """Train a network, and write checkpoints, ``best`` and ``final`` weights and records.
 
     Args:
-        chosen: What to do.
-        data: On what.
-        out: The run's folder. Its ``records.jsonl`` gets a line per epoch.
-        resume: Go on from the newest good checkpoint there, if there is one.
-        device: ``cpu`` or ``cuda``; the GPU if there is one.
-        time_limit: Seconds after which to stop with a checkpoint.
-        save_every: Steps between checkpoints, besides the one after every epoch.
-        watcher: Is told how it goes.
+        chosen: Settings of the run.
+        data: The data set.
+        out: Folder of the run. Its ``records.jsonl`` gets a line per epoch.
+        resume: Whether to continue from the newest valid checkpoint in the folder, if there is one.
+        device: ``cpu`` or ``cuda``; by default the GPU if there is one.
+        time_limit: Seconds after which to write a checkpoint and stop.
+        save_every: Steps between checkpoints, in addition to the one after every epoch.
+        watcher: Receives the progress of the run.
 
     Returns:
-        The summary, as in ``summary.json``: accuracies on the test set of the best and the final
-        weights, the Lipschitz product, the time of a step. ``stopped`` says why, if it is not done.
+        The summary, as in ``summary.json``: test accuracies of the best and the final weights, the
+        Lipschitz product and the time per step. ``stopped`` says why an unfinished run stopped.
 
     Raises:
-        ValueError: If the folder holds a run already (and ``resume`` is not set) or another one.
-        FloatingPointError: If the loss is no longer finite; no checkpoint holds that.
+        ValueError: If the folder holds a run with other settings, or ``resume`` is not set.
+        FloatingPointError: If the loss is no longer finite; no checkpoint is written then.
     """
-    # In functions of their own: everything that talks to the others is gone before they part.
+    # In separate functions, so that all objects that use the process group are freed before it.
     with team(device) as who, _signals(partial(_say, watcher, who)) as stop:
         return _trained(
             chosen, data, out, resume, _Limits(who, stop, time_limit, save_every, watcher)
@@ -59,7 +59,7 @@ def train(
 
 @dataclass
 class _Limits:
-    """With whom a run trains, who watches, and when it stops or saves."""
+    """The processes and the watcher of a run, and when it stops or saves."""
 
     who: Team
     stop: list[str]
@@ -69,7 +69,7 @@ class _Limits:
     started: float = field(default_factory=time.monotonic)
 
     def reason(self, step: int) -> str:
-        """Why to stop before this step, agreed upon by all processes; empty to go on."""
+        """Return why to stop before this step, the same in all processes; empty to continue."""
         reason = self.stop[0] if self.stop else ""
         if self.time_limit is not None and time.monotonic() - self.started >= self.time_limit:
             reason = reason or "time limit"
@@ -80,13 +80,13 @@ class _Limits:
 def _trained(
     chosen: Settings, data: Data, out: Path, resume: bool, limits: _Limits
 ) -> dict[str, Any]:
-    run = Run(chosen, data, limits.who, limits.stop)  # what cannot be built leaves no folder
+    run = Run(chosen, data, limits.who, limits.stop)  # before the folder is made: it may raise
     with RunFolder(out, limits.who.first) as folder:
         state = folder.open(as_dict(chosen), resume)
         if state is not None:
             run.load(*state[:2])
             for said in state[2]:
-                _say(limits.watcher, limits.who, f"{said}; going on from step {run.step}")
+                _say(limits.watcher, limits.who, f"{said}; continuing from step {run.step}")
         done = folder.finished()
         if done is not None and run.step == run.steps:
             return done
@@ -95,18 +95,18 @@ def _trained(
         if stopped:
             return {**run.summary(), "stopped": stopped}
         summary = run.summary()
-        limits.who.wait()  # for the files of the first
+        limits.who.wait()  # for the files that the first process writes
         try:
             for name in ("best", "final"):
                 summary[name] = run.test(folder.load_weights(name))
-        except Stopped:  # the last checkpoint is written
+        except Stopped:  # the last checkpoint is already written
             return {**run.summary(), "stopped": limits.stop[0]}
         folder.finish(summary)
         return summary
 
 
 def _steps(run: Run, folder: RunFolder, limits: _Limits) -> str:
-    """Train to the end; or to a checkpoint, and say why it stopped there."""
+    """Train to the end, or write a checkpoint, stop and return the reason."""
     while run.step < run.steps or run.due:
         reason = limits.reason(run.step)
         if reason:
@@ -115,7 +115,7 @@ def _steps(run: Run, folder: RunFolder, limits: _Limits) -> str:
         if not run.due:
             run.advance(limits.watcher)
         if run.due:
-            with contextlib.suppress(Stopped):  # the next run begins with this check
+            with contextlib.suppress(Stopped):  # the resumed run begins with this check
                 _checked(run, folder, limits)
         elif limits.save_every and run.step % limits.save_every == 0:
             folder.save(run.step, *run.state())
@@ -123,7 +123,7 @@ def _steps(run: Run, folder: RunFolder, limits: _Limits) -> str:
 
 
 def _checked(run: Run, folder: RunFolder, limits: _Limits) -> None:
-    """An epoch's record, weights and checkpoint."""
+    """Check the network after an epoch, and write its record, weights and checkpoint."""
     record, better = run.check()
     folder.record(record)
     if limits.watcher is not None and limits.who.first:
@@ -137,7 +137,7 @@ def _checked(run: Run, folder: RunFolder, limits: _Limits) -> None:
 
 @contextlib.contextmanager
 def _signals(tell: Callable[[str], None]) -> Iterator[list[str]]:
-    """A list that gets the reason when the process is asked to stop; a second time it stops now."""
+    """Yield a list that gets the reason of a stop signal; a second signal stops immediately."""
     stop: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -147,10 +147,10 @@ def _signals(tell: Callable[[str], None]) -> Iterator[list[str]]:
         if stop:
             raise KeyboardInterrupt
         stop.append("interrupted" if number == signal.SIGINT else "terminated")
-        with contextlib.suppress(RuntimeError):  # if it came while something was being written
+        with contextlib.suppress(RuntimeError):  # the signal may interrupt a print
             tell("Stopping after this step. Press Ctrl-C again to stop immediately.")
 
-    heard = [  # a background job may be told to ignore them
+    heard = [  # a background job may have been started to ignore them
         kind
         for kind in (signal.SIGINT, signal.SIGTERM)
         if signal.getsignal(kind) is not signal.SIG_IGN

@@ -1,7 +1,7 @@
-"""The state of a training: attack → loss + penalty → step.
+"""The state of a training run. A step is: attack → loss + penalty → optimizer step.
 
-Everything random (order, crops, starts of attacks) is a function of the seed and the step, and a
-checkpoint holds the rest, so a run that was stopped goes on as if it had not been.
+All random numbers (order, crops, starts of attacks) are functions of the seed and the step, and a
+checkpoint holds the rest. A resumed run is therefore equal to one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from lipbound.robust.training.settings import Settings, as_dict
 from lipbound.robust.training.trained import build
 from lipbound.robust.training.weight_perturbation import perturbed
 
-FRESH = 4  # steps after which an averaged network looks at images again
+FRESH = 4  # steps between updates of the averaged network's BatchNorm statistics
 
 
 class Watcher(Protocol):
-    """Is told how the run goes; shows it, or not."""
+    """Receives the progress of a run."""
 
     def step(self, step: int, steps: int, loss: float) -> None: ...
 
@@ -43,17 +43,17 @@ class Watcher(Protocol):
 
 
 class Stopped(Exception):
-    """The process was asked to stop while it looked at images, which can be done again."""
+    """The process was asked to stop during an evaluation, which can be repeated."""
 
 
 class Run:
-    """A network in training, and everything that changes with it.
+    """A network in training with its optimizer, penalty, averages and counters.
 
     Args:
-        chosen: What to do.
-        data: On what.
-        who: This process among others.
-        stop: Gets a reason when the process is asked to stop.
+        chosen: Settings of the run.
+        data: The data set.
+        who: The processes of the run.
+        stop: List that gets a reason when the process is asked to stop.
     """
 
     def __init__(self, chosen: Settings, data: Data, who: Team, stop: Sequence[str] = ()):
@@ -95,17 +95,17 @@ class Run:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The averaged network, where there is one."""
+        """The network to evaluate: the averaged one if there is one."""
         return self.model if self.average is None else self.average
 
     @property
     def due(self) -> bool:
-        """Whether an epoch is over and its record not yet made."""
+        """Whether an epoch is over and its record is not yet made."""
         over = self.step > 0 and self.step % self.feed.per_epoch == 0
         return over and self.record.get("step") != self.step
 
     def advance(self, watcher: Watcher | None = None) -> None:
-        """One step."""
+        """Take one training step."""
         start = time.perf_counter()
         images, labels = self.feed.batch(self.step)
         if self.chosen.attack:
@@ -114,7 +114,7 @@ class Run:
         loss, logits = self._gradients(images, labels)
         if self.chosen.awp:
             self._uphill(images, labels)
-        # Every process saw other images; the penalty and the next attack read the same statistics.
+        # Every process saw other images, but penalty and attack must use the same statistics.
         self.who.share(b for b in self.model.buffers() if b.is_floating_point())
         value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
         for group in self.optimizer.param_groups:
@@ -133,7 +133,7 @@ class Run:
         self.seconds += time.perf_counter() - start
 
     def _gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and logits; the loss's gradients, of all processes, lie in ``.grad``."""
+        """Return loss and logits, and store the mean gradients over all processes in ``.grad``."""
         with self._autocast():
             logits = self.model(images).float()
         loss = functional.cross_entropy(logits, labels, label_smoothing=self.chosen.label_smoothing)
@@ -143,10 +143,7 @@ class Run:
         return loss, logits
 
     def _uphill(self, images: Tensor, labels: Tensor) -> None:
-        """Gradients anew, where the weights have moved along them.
-
-        BatchNorm's statistics stay those of the weights as they are.
-        """
+        """Recompute gradients at weights moved uphill (AWP), without new BatchNorm statistics."""
         buffers = list(self.model.buffers())
         before = [buffer.clone() for buffer in buffers]
         with perturbed(self.parameters, self.chosen.awp):
@@ -155,18 +152,18 @@ class Run:
             torch._foreach_copy_(buffers, before)
 
     def check(self) -> tuple[dict[str, Any], bool]:
-        """The epoch's record, and whether these weights are the best so far.
+        """Return the epoch's record, and whether these weights are the best so far.
 
         Raises:
             FloatingPointError: If the loss is no longer finite.
-            Stopped: If the process was asked to stop; nothing has changed then.
+            Stopped: If the process was asked to stop; the state is then unchanged.
         """
         loss, value, right = self._means()
         held = self.feed.held[: self.chosen.check]
         clean, robust = self.measure(self.feed.train, held) if len(held) else (math.nan, math.nan)
         self.sums.zero_()
         score = robust if self.chosen.attack else clean
-        better = not score <= self.best  # without held-out images the newest is the best
+        better = not score <= self.best  # without held-out images the newest weights are the best
         self.best = score if better else self.best
         self.record = {
             "step": self.step,
@@ -183,24 +180,24 @@ class Run:
         return self.record, better
 
     def _means(self) -> tuple[float, float, float]:
-        """Loss, penalty and accuracy since the last epoch.
+        """Return the mean loss, penalty and accuracy since the last epoch.
 
         Raises:
             FloatingPointError: If the loss is no longer finite.
         """
         start = time.perf_counter()
         sums = self.who.sum(self.sums.clone()).tolist()
-        self.seconds += time.perf_counter() - start  # the device's steps end here
+        self.seconds += time.perf_counter() - start  # includes the wait for the device
         loss, value, right = (s / max(1.0, sums[3]) for s in sums[:3])
         if not math.isfinite(loss + value):
             raise FloatingPointError(
-                f"the loss is {loss} after step {self.step}; start again elsewhere with less than "
-                f"lr={self.chosen.lr:g}"
+                f"the loss is {loss} after step {self.step}; start again in another folder with "
+                f"less than lr={self.chosen.lr:g}"
             )
         return loss, value, right
 
     def measure(self, split: Split, indices: Tensor | None = None) -> tuple[float, float]:
-        """Clean accuracy, and under PGD, of the weights that are evaluated.
+        """Return the accuracies of the evaluated weights without attack and under PGD.
 
         Raises:
             Stopped: If the process was asked to stop.
@@ -212,11 +209,11 @@ class Run:
         counts = torch.zeros(2, device=who.device)
         model.eval()
         for place in range(0, len(own), size):
-            if self.stop and who.size == 1:  # several could not agree on where
+            if self.stop and who.size == 1:  # several processes could not agree on a place
                 raise Stopped
             which = own[place : place + size]
             rest = own[-1:].repeat(size - len(which))
-            padded = torch.cat([which, rest])  # one shape, one compiled graph
+            padded = torch.cat([which, rest])  # one shape needs one compiled graph
             images, labels = self.feed.pixels(*split.load(padded))
             attacked = self._attacked(model, images, labels, chosen.check_attack, place)
             with torch.no_grad(), self._autocast():
@@ -227,7 +224,7 @@ class Run:
         return clean, robust
 
     def test(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Accuracies of stored weights on the test set."""
+        """Return the accuracies of stored weights on the test set."""
         self.model.load_state_dict(weights)
         self.evaluated.load_state_dict(weights)
         clean, robust = self.measure(self.data.test)
@@ -239,7 +236,7 @@ class Run:
 
     @torch.no_grad()
     def log10_product(self) -> float:
-        """log10 of the product of LipBounds: convolutions, BatchNorms, hidden Linear layers."""
+        """Return log10 of the product of LipBounds of convolutions, BatchNorms, hidden Linears."""
         self.model.eval()
         return float(self.gauge()) / math.log(10)
 
@@ -254,11 +251,11 @@ class Run:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """Those that are evaluated and kept."""
+        """Return the weights that are evaluated and saved."""
         return self.evaluated.state_dict()
 
     def about(self, record: dict[str, Any]) -> dict[str, Any]:
-        """What a file of weights says of itself: enough to build the network again."""
+        """Return the record of a weights file, which suffices to rebuild the network."""
         return {
             "settings": as_dict(self.chosen),
             "input_shape": self.data.input_shape,
@@ -269,10 +266,10 @@ class Run:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything the next step depends on, as tensors and as JSON.
+        """Return everything that the next step depends on, as tensors and as JSON.
 
         Raises:
-            FloatingPointError: If the loss is no longer finite: nothing to go on from.
+            FloatingPointError: If the loss is no longer finite.
         """
         self._means()
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
@@ -292,7 +289,7 @@ class Run:
         return tensors, {**about, "settings": as_dict(self.chosen)}
 
     def load(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state, to continue from it."""
 
         def part(name: str) -> dict[str, Tensor]:
             start = f"{name}."
@@ -303,7 +300,7 @@ class Run:
             self.average.load_state_dict(part("average"))
         for index, momentum in part("momentum").items():
             parameter = self.parameters[int(index)]
-            mine = torch.empty_like(parameter).copy_(momentum)  # in the parameter's own layout
+            mine = torch.empty_like(parameter).copy_(momentum)  # in the parameter's memory layout
             self.optimizer.state[parameter]["momentum_buffer"] = mine
         if self.penalty:
             self.penalty.load_state_dict(part("penalty"))
@@ -317,7 +314,7 @@ class Run:
     def _attacked(
         self, model: nn.Module, images: Tensor, labels: Tensor, steps: int, place: int | None = None
     ) -> Tensor:
-        """Adversarial images; in training (no ``place``) as the settings say, else in eval mode."""
+        """Attack images: in the mode of the settings for training, in eval mode at a ``place``."""
         chosen = self.chosen
         start = self.feed.start(images, self.step, place) if chosen.random_start else None
         training = model.training
@@ -343,10 +340,10 @@ class Run:
         return attacked
 
     def _follow(self, images: Tensor) -> None:
-        """The averaged weights. Their BatchNorm statistics are their own, from the same images.
+        """Update the averaged weights, with their own BatchNorm statistics from the same images.
 
-        Weights that turn quickly average to shorter ones: the moving network's statistics, or
-        their average, would not fit them.
+        The average of weights that change direction quickly is shorter than the weights, so the
+        statistics of the trained network, or their average, would not fit it.
         """
         if self.average is None:
             return
@@ -355,7 +352,7 @@ class Run:
         if self.step % FRESH == 0 and any(isinstance(m, _BatchNorm) for m in self.model.modules()):
             self.average.train()
             with self._autocast():
-                self.average.forward(images)  # not compiled: once in a while, without gradients
+                self.average.forward(images)  # not compiled, as it is rare and without gradients
             self.who.share(b for b in self.average.buffers() if b.is_floating_point())
 
     def _placed(self, model: nn.Module) -> nn.Module:
@@ -370,7 +367,7 @@ class Run:
 
 
 def penalty_of(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None:
-    """The penalty of the settings, if they have one."""
+    """Return the penalty of the settings, or ``None``."""
     if not chosen.penalty:
         return None
     batchnorm: dict[str, bool | str] = {"apart": True, "folded": "folded", "left out": False}

@@ -1,4 +1,4 @@
-"""A run's folder: its settings, checkpoints, weights and records; one process at a time."""
+"""The folder of a run: settings, checkpoints, weights and records, locked for one run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _let_go() -> None:
         file.close()
 
 
-# A process forked off (a worker that loads images) must not hold a lock after its parent's kill.
+# A forked process (a worker that loads images) must not keep the lock if its parent is killed.
 os.register_at_fork(after_in_child=_let_go)
 
 
 def lock(path: Path) -> IO[str] | None:
-    """Lock a file as long as the result is open; nothing if another process holds it."""
+    """Lock a file while the result is open; return ``None`` if another process has locked it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")
     try:
@@ -42,10 +42,10 @@ def lock(path: Path) -> IO[str] | None:
 
 
 class RunFolder:
-    """Reads for every process of a run, writes for the first of them.
+    """The files of a run, which every process reads and only the first one writes.
 
     Args:
-        root: The folder.
+        root: Path of the folder.
         writes: Whether this process writes.
     """
 
@@ -60,10 +60,10 @@ class RunFolder:
             try:
                 self._lock = lock(self.root / ".lock")
             except OSError as error:
-                said = "it is a file, name a folder" if self.root.is_file() else error.strerror
+                said = "it is a file, not a folder" if self.root.is_file() else error.strerror
                 raise OSError(f"cannot write in {str(self.root)!r}: {said}") from None
             if self._lock is None:
-                raise ValueError(f"another run works in {str(self.root)!r}; choose another")
+                raise ValueError(f"another run is using {str(self.root)!r}; choose another folder")
         return self
 
     def __exit__(
@@ -77,16 +77,16 @@ class RunFolder:
     def open(
         self, settings: dict[str, Any], resume: bool
     ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
-        """The state to go on from, if there is one.
+        """Return the state to continue from, or ``None``.
 
         Raises:
-            ValueError: If there is a run here and ``resume`` is not set, or it is another one.
+            ValueError: If the folder holds a run with other settings, or ``resume`` is not set.
         """
         path = self.root / "settings.json"
         there = path.exists() or bool(self.checkpoints.all())
         if self.writes and there and not resume:
             raise ValueError(
-                f"{str(self.root)!r} holds a run already; --resume to go on, or another --out"
+                f"{str(self.root)!r} already holds a run; add --resume to continue, or change --out"
             )
         if self.writes and path.exists():
             stored = filled(read_json(path))
@@ -95,7 +95,7 @@ class RunFolder:
                 if mine != theirs:
                     raise ValueError(
                         f"{str(self.root)!r} holds another run: its {name} is {theirs!r}, "
-                        f"not {mine!r}; give the same settings, or another --out"
+                        f"not {mine!r}; use the same settings, or another --out"
                     )
         elif self.writes:
             write(path, json.dumps(settings, indent=1).encode())
@@ -104,9 +104,9 @@ class RunFolder:
         return self.checkpoints.newest(settings)
 
     def cut_records(self, step: int, due: bool = False) -> None:
-        """Drop records that will be made again, this step's too if it is ``due``.
+        """Drop records that will be made again, including this step's if it is ``due``.
 
-        A line that a kill cut off goes with them.
+        A line that was truncated by a kill is dropped too.
         """
         if self.writes and self.records.exists():
             kept = [r for r in read(self.records) if r.get("step", 0) <= step - due]
@@ -128,7 +128,7 @@ class RunFolder:
         return checkpoints.load(self.root / f"{name}.safetensors")[0]
 
     def finished(self) -> dict[str, Any] | None:
-        """The summary, if the run is over."""
+        """Return the summary if the run is complete."""
         path = self.root / "summary.json"
         return read_json(path) if path.exists() else None
 

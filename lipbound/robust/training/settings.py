@@ -1,4 +1,4 @@
-"""What a training run is: every choice in one record, arms and presets as changes to it."""
+"""Settings of a training run; arms and presets are changes to the default settings."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ SCHEDULES = ("steps", "onecycle", "constant")
 
 @dataclass(frozen=True)
 class Settings:
-    """A training run. All lengths are in epochs, all radii in pixels of [0, 1].
+    """Settings of a training run. Lengths are in epochs, and radii are for pixels in [0, 1].
 
     Attributes:
-        arm: A name in ``ARMS``; only a label once the fields below are set.
+        arm: Name of the arm in ``ARMS``; only a label once the fields below are set.
         model: A name in ``lipbound.robust.models.MODELS``.
         data: A name in ``lipbound.robust.data.DATA``.
-        first: Use only the first images of the training set; 0 for all.
-        held_out: Part of the training set the best checkpoint is chosen on.
-        normalize: Whether the network begins with the data's mean and deviation.
+        first: Number of training images to use, from the first on; 0 uses all.
+        held_out: Fraction of the training set that is held out to choose the best checkpoint.
+        normalize: Whether the network first normalizes by the data's mean and deviation.
         epochs: Length of the run.
-        batch: Images per step, over all processes.
+        batch: Number of images per step, over all processes.
         lr: Largest learning rate.
-        schedule: ``steps``: times ``gamma`` at each milestone; ``onecycle``: up for 40 % of the
-            run, down to zero; ``constant``. A function of the step alone.
-        milestones: Epochs.
-        gamma: Factor at each milestone.
-        momentum: Of SGD.
-        nesterov: Nesterov's form of it.
-        weight_decay: λ1, on all parameters.
-        label_smoothing: Of the training loss.
-        awp: γ of adversarial weight perturbation: the gradient is taken where the weights have
-            moved uphill by γ of their norm. 0 for none, 0.005 to 0.01 against overfitting.
-        ema: Decay of the averaged weights that are evaluated, with BatchNorm statistics of their
-            own; 0 for none.
-        dropout: Between a block's convolutions.
-        bias: Whether convolutions have biases beside BatchNorm.
-        augment: Random crops and flips, where the data has them.
-        attack: Steps of PGD in training; 0 trains on the images themselves.
-        ball: A name in ``BALLS``.
-        radius: ε.
-        step: Length of a step, as part of ε.
-        random_start: Whether an attack begins at a random point.
-        attack_mode: BatchNorm during the attack: ``eval`` or ``train`` statistics.
-        penalty: Method of :class:`lipbound.Penalty`; empty for none.
-        penalty_weight: λ2.
+        schedule: Learning rate schedule. ``steps`` multiplies by ``gamma`` at each milestone,
+            ``onecycle`` rises for 40 % of the run and then falls to zero, ``constant`` is constant.
+        milestones: Epochs at which the ``steps`` schedule changes the learning rate.
+        gamma: Factor of the learning rate at each milestone.
+        momentum: Momentum of SGD.
+        nesterov: Whether SGD uses Nesterov momentum.
+        weight_decay: Weight decay λ1 of all parameters.
+        label_smoothing: Label smoothing of the training loss.
+        awp: γ of adversarial weight perturbation, which takes the gradient at weights moved uphill
+            by γ of their norm. 0 for none; 0.005 to 0.01 reduces overfitting.
+        ema: Decay of the averaged weights, which are then evaluated instead and have their own
+            BatchNorm statistics; 0 for no averaging.
+        dropout: Dropout rate between the convolutions of a block.
+        bias: Whether convolutions followed by BatchNorm have biases.
+        augment: Whether to use random crops and flips, if the data set allows them.
+        attack: Number of PGD steps in training; 0 trains without attack.
+        ball: Norm ball of the attack, a name in ``BALLS``.
+        radius: Radius ε of the attack.
+        step: Step length of the attack, as a fraction of ε.
+        random_start: Whether an attack starts at a random point.
+        attack_mode: BatchNorm statistics during the attack: ``eval`` or ``train``.
+        penalty: Method of :class:`lipbound.Penalty`; empty for no penalty.
+        penalty_weight: Weight λ2 of the penalty.
         samples: Grid points per axis of the penalty; 0 for its default.
-        iterations: Of the power method, per step.
-        batchnorm: BatchNorm in the penalty: ``apart``, ``folded``, ``left out``.
-        floor: Of the penalty: below it a layer is left alone; 0 for none.
-        check: Held-out images attacked after each epoch.
-        check_attack: Steps of PGD there, and on the test set at the end.
-        precision: ``float32`` or ``bfloat16`` (autocast).
-        compile: ``torch.compile`` of the attack's and the training graph.
-        cuda_graphs: Replay the attack as one graph, on a GPU.
-        sync_batchnorm: One BatchNorm over all processes (GPUs only).
-        seed: Of weights, order, augmentation and attacks.
+        iterations: Number of power iterations per step.
+        batchnorm: BatchNorm in the penalty: ``apart``, ``folded`` or ``left out``.
+        floor: Bound below which the penalty ignores a layer; 0 for none.
+        check: Number of held-out images to attack after each epoch.
+        check_attack: Number of PGD steps on these images, and on the test set at the end.
+        precision: Precision of training, ``float32`` or ``bfloat16`` (autocast).
+        compile: Whether to ``torch.compile`` the attack and the training step.
+        cuda_graphs: Whether to replay the attack as a CUDA graph on a GPU.
+        sync_batchnorm: Whether BatchNorm uses statistics over all processes (GPUs only).
+        seed: Seed for weights, order, augmentation and attacks.
     """
 
     arm: str = "at+lipreg"
@@ -119,11 +119,13 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
         for name in ("lr", "radius", "step", "gamma"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be positive")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be positive and finite")
         for name in ("first", "attack", "check", "check_attack", "samples", "weight_decay",
                      "penalty_weight", "floor", "seed"):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a number from 0 on")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be a finite number, at least 0"
+                )
         if self.ball not in BALLS:
             raise ValueError(f"ball={self.ball!r} is not one of {', '.join(BALLS)}")
         for name in ("held_out", "awp", "ema", "dropout", "momentum", "label_smoothing"):
@@ -131,7 +133,7 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)!r} must lie in [0, 1)")
 
     def learning_rate(self, step: int, steps: int) -> float:
-        """At the given step of ``steps``, whatever happened before."""
+        """Return the learning rate at a step of ``steps``; it depends on nothing else."""
         if self.schedule == "constant":
             return self.lr
         if self.schedule == "onecycle":
@@ -149,7 +151,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "at+lipreg": {},
     "at+spectral": {"penalty": "spectral"},
 }
-"""Name → what it changes. ``lipreg`` and ``at+lipreg`` take the preset's penalty."""
+"""Name → settings that the arm changes. ``lipreg`` and ``at+lipreg`` use the preset's penalty."""
 
 PAPER: dict[str, Any] = {
     "model": "wrn-28-10", "data": "cifar10", "epochs": 200, "batch": 200, "lr": 0.1,
@@ -163,20 +165,20 @@ FAST: dict[str, Any] = {
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Small enough for two cores: all arms in two minutes.
+    # Small enough for two cores: all arms together take two minutes.
     "digits": {
         "model": "cnn", "data": "digits", "epochs": 20, "batch": 64, "lr": 0.2, "radius": 0.1,
         "attack": 5, "step": 0.25, "penalty_weight": 0.05, "check": 200,
     },
-    # The text of the paper. It gives no λ1 for CIFAR; 3e-4 is the authors' code's.
+    # The text of the paper. It gives no λ1 for CIFAR; 3e-4 is from the authors' code.
     "paper-cifar": PAPER,
     "paper-imagenet": {
         **PAPER, "model": "resnet101", "data": "folder", "epochs": 80, "batch": 4096,
         "milestones": (30, 60), "weight_decay": 1e-4, "label_smoothing": 0.1, "ema": 0.999,
-        "attack": 5, "penalty_weight": 0.0010,  # the other value of its table is 0.0006
+        "attack": 5, "penalty_weight": 0.0010,  # its table also has 0.0006
     },
-    # Where the authors' training code differs from their text. It also chose its checkpoint by
-    # clean test accuracy, which is not followed here.
+    # The authors' training code where it differs from their text. It also chose its checkpoint by
+    # clean test accuracy, which we do not.
     "authors-code": {
         **PAPER, "nesterov": True, "dropout": 0.3, "bias": True, "radius": 0.031,
         "normalize": False, "attack_mode": "train",
@@ -184,14 +186,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fast": {**FAST, "model": "preact-resnet18"},
     "fast-wrn": {**FAST, "model": "wrn-28-4"},
 }  # fmt: skip
-"""Name → settings that differ from the default."""
+"""Name → settings that differ from the defaults."""
 
 
 def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) -> Settings:
-    """A preset, changed by an arm, changed by what is given.
+    """Return the settings of a preset, changed by the arm and then by ``changes``.
 
     Raises:
-        ValueError: Naming what is unknown, and what there is.
+        ValueError: If a name is unknown, or a value is out of range or contradicts the arm.
 
     Example:
         >>> settings("at", "paper-cifar", epochs=3).penalty
@@ -210,12 +212,16 @@ def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) 
         value = getattr(result, name)
         fixed = ARMS[arm].get(name, value)
         if value != fixed or (name not in ARMS[arm] and not value):
-            raise ValueError(f"{name}={value!r} is not what arm {arm!r} is about; another arm is")
+            need = "attack > 0" if name == "attack" else "a penalty"
+            need = need if value == fixed else f"{name}={fixed!r}"
+            fit = [repr(a) for a, c in ARMS.items() if c.get(name, value or None) == value]
+            use = " or ".join(fit)
+            raise ValueError(f"arm {arm!r} requires {need}; use {use} for {name}={value!r}")
     return result
 
 
 def parse(text: str) -> tuple[str, Any]:
-    """``name=value`` with the value in the setting's own type.
+    """Parse ``name=value``, and convert the value to the setting's type.
 
     Example:
         >>> parse("milestones=30,60"), parse("compile=no")
@@ -235,31 +241,32 @@ def parse(text: str) -> tuple[str, Any]:
             return name, kind(value)
         return name, tuple(int(part) for part in value.split(",") if part)
     except (ValueError, KeyError):
-        shown = "yes or no" if kind is bool else getattr(kind, "__name__", "integers, a,b,c")
-        raise ValueError(f"--set {text!r}: {value!r} is no {shown}") from None
+        names = {bool: "bool (yes or no)", int: "int", float: "float", str: "str"}
+        shown = names.get(kind, "integers (a,b,c)")
+        raise ValueError(f"--set {text!r}: {value!r} is not of type {shown}") from None
 
 
 def as_dict(chosen: Settings) -> dict[str, Any]:
-    """For JSON; tuples are lists there."""
+    """Convert settings for JSON, with tuples as lists."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(chosen).items()}
 
 
 def filled(stored: dict[str, Any]) -> dict[str, Any]:
-    """A record of settings, perhaps of a version that had fewer: it did what is default now."""
+    """Add defaults for settings that the version which wrote the record did not have."""
     return {**as_dict(Settings()), **stored}
 
 
 def from_dict(stored: dict[str, Any]) -> Settings:
-    """From JSON.
+    """Convert settings from JSON.
 
     Raises:
-        ValueError: If it is no settings record, or one of another version.
+        ValueError: If the record has unknown settings or wrong values.
     """
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
     try:
         return Settings(**values)
     except TypeError as error:
-        raise ValueError(f"settings of another version: {error}") from None
+        raise ValueError(f"the settings are from another version of lipbound: {error}") from None
 
 
 def _close(name: str, table: Any) -> str:

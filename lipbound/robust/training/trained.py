@@ -1,4 +1,4 @@
-"""Networks of training runs: made from settings, and read back from disk."""
+"""Networks of training runs: built from settings, and read from disk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lipbound.robust.training.settings import Settings, from_dict
 
 
 def build(chosen: Settings, data: Data) -> nn.Module:
-    """The network of the settings for these images.
+    """Build the network of the settings for a data set.
 
     Raises:
-        ValueError: Naming the model, if there is none of that name.
+        ValueError: If the model is unknown or does not support an option.
     """
     return _build(chosen, data.classes, data.input_shape[0], data.mean, data.std)
 
@@ -33,20 +33,23 @@ def _build(
     options: dict[str, Any] = {"classes": classes, "inputs": inputs}
     extra = {n: getattr(chosen, n) for n in ("dropout", "bias") if getattr(chosen, n)}
     if extra and not chosen.model.startswith(("wrn", "preact")):
-        raise ValueError(f"{chosen.model} takes no {' and no '.join(extra)}")
+        raise ValueError(
+            f"model {chosen.model!r} does not support {' and '.join(extra)}; leave it out or use a "
+            f"wrn or preact model"
+        )
     network = MODELS[chosen.model](**options, **extra)
     return normalized(network, mean, std) if chosen.normalize else network
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A network on disk.
+    """A trained network that was read from disk.
 
     Attributes:
-        path: Its file.
-        settings: Of the run it comes from.
-        model: In eval mode.
-        input_shape: Of one image.
+        path: File of the network.
+        settings: Settings of the training run.
+        model: The network, in eval mode.
+        input_shape: Shape of one image.
     """
 
     path: Path
@@ -56,29 +59,31 @@ class Trained:
 
 
 def load_trained(path: Path) -> Trained:
-    """The network of a ``best`` or ``final`` file.
+    """Load the network of a ``best`` or ``final`` file.
 
     Raises:
-        ValueError: If the file is no such one.
+        ValueError: If the file is not a network written by ``lipbound train``.
     """
     weights, about = checkpoints.load(path)
     if "classes" not in about:
-        raise ValueError(f"{str(path)!r} is a checkpoint; the run's best and final are networks")
+        raise ValueError(f"{str(path)!r} is a checkpoint; use best or final.safetensors")
     try:
         shape = tuple(int(n) for n in about["input_shape"])
         chosen = from_dict(about["settings"])
         rest = int(about["classes"]), shape[0], about["mean"], about["std"]
-        with torch.device("meta"):  # first the sizes: no memory for what does not fit
+        with torch.device("meta"):  # checks the sizes before memory is allocated
             _build(chosen, *rest).load_state_dict(weights, assign=True)
         model = _build(chosen, *rest)
         model.load_state_dict(weights)
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
-        raise ValueError(f"{str(path)!r} describes no network of ours: {first}") from None
+        raise ValueError(
+            f"{str(path)!r} is not a network written by lipbound train: {first}"
+        ) from None
     return Trained(path, chosen, model.eval(), shape)
 
 
 def load_model(path: Path) -> tuple[nn.Module, tuple[int, ...]]:
-    """The network of a ``best`` or ``final`` file, in eval mode, and the shape of its input."""
+    """Load the network of a ``best`` or ``final`` file in eval mode, and its input shape."""
     found = load_trained(path)
     return found.model, found.input_shape

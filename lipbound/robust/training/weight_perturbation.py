@@ -1,7 +1,7 @@
-"""Adversarial weight perturbation: a gradient taken where the weights are worst nearby.
+"""Adversarial weight perturbation (Wu, Xia & Wang 2020).
 
-Wu, Xia & Wang 2020. A step then lowers the loss around the weights rather than at them, and
-adversarial training overfits later.
+The gradient is taken at nearby weights with a larger loss. A step then lowers the loss around the
+weights rather than at them, and adversarial training overfits later.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def perturbed(parameters: Iterable[Tensor], gamma: float) -> Iterator[None]:
-    """Weights moved uphill along their ``.grad``, each by ``gamma`` times its norm; then put back.
+    """Move weights uphill along ``.grad``, each by ``gamma`` times its norm, and restore them.
 
-    Vectors (biases, BatchNorm) stay where they are, and what has no gradient.
+    Vectors (biases, BatchNorm) and weights without gradient do not move.
     """
     pairs = [(p, p.grad) for p in parameters if p.ndim > 1 and p.grad is not None]
     if not pairs:
@@ -27,7 +27,7 @@ def perturbed(parameters: Iterable[Tensor], gamma: float) -> Iterator[None]:
     weights, given = [weight for weight, _ in pairs], [slope for _, slope in pairs]
     kept = [weight.detach().clone() for weight in weights]
     with torch.no_grad():
-        # Near 1 first: squares of a well-fitted batch's slopes would vanish.
+        # Scaled to about 1 first: squares of small gradients would underflow.
         peaks = torch._foreach_norm(given, math.inf)
         slopes = torch._foreach_div(given, [p.clamp_min(torch.finfo(p.dtype).tiny) for p in peaks])
         lengths = zip(torch._foreach_norm(weights), torch._foreach_norm(slopes), strict=True)
