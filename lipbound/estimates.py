@@ -337,7 +337,10 @@ class Climb:
         if device not in self._constants:
             with torch.inference_mode(False):
                 points = radians(grid(self.samples), self.samples).to(device)
-                self._constants[device] = points, positions(self.sizes).double().to(device)
+                made = points, positions(self.sizes).double().to(device)
+            if type(points) is not Tensor:  # a tracer's tensor without values: never keep it
+                return made
+            self._constants[device] = made
         return self._constants[device]
 
 

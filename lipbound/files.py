@@ -11,6 +11,8 @@ import json
 import os
 import platform
 import re
+import shutil
+import threading
 import unicodedata
 import warnings
 import zipfile
@@ -40,13 +42,15 @@ def write(path: Path, content: bytes) -> None:
         except OSError as error:
             raise _refusal(path, error) from None
         return
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, part)
         part.replace(path)
         _flush_name(path.parent)
     except OSError as error:
@@ -64,8 +68,9 @@ def clean(folder: Path, name: str = "*") -> None:
         name: Name of the file that was being written; all files by default.
     """
     for rest in folder.glob(f".{name if name == '*' else _literal(name)}.*.part"):
-        if not _running(rest.name.split(".")[-2]):
-            rest.unlink(missing_ok=True)
+        if not _running(rest.name.split(".")[-2].split("-")[0]):
+            with contextlib.suppress(OSError):
+                rest.unlink(missing_ok=True)
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
@@ -202,10 +207,10 @@ def _flush_name(folder: Path) -> None:
 def _running(process: str) -> bool:
     try:
         os.kill(int(process), 0)
-    except (ValueError, ProcessLookupError):
+    except ProcessLookupError:
         return False
-    except OSError:
-        pass  # it runs, but belongs to another user
+    except (ValueError, OverflowError, OSError):
+        pass  # no process of ours wrote it, or it runs and belongs to another user
     return True
 
 

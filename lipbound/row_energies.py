@@ -109,6 +109,8 @@ class Lags:
                 lags = torch.arange(len(self.vectors), device=device)
                 small = len(meeting) * len(lags) <= CHUNK
                 selector = (meeting[:, None] == lags).to(dtype) if small else None
+            if type(meeting) is not Tensor:  # a tracer's tensor without values: never keep it
+                return table, selector, meeting
             self._placed[device, dtype] = (table, selector, meeting)
         return self._placed[device, dtype]
 

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -390,3 +391,22 @@ def test_a_check_that_is_made_again_is_recorded_once(tmp_path):
         assert [r["step"] for r in read(folder.records)] == [5, 10]
         folder.cut_records(10, due=True)
         assert [r["step"] for r in read(folder.records)] == [5]
+
+
+def test_only_what_a_dead_process_left_is_removed(tmp_path):
+    kept = [".r.json.backup.part", f".r.json.{10**30}.part", f".r.json.{os.getppid()}-7.part"]
+    for name in (*kept, ".r.json.4194999-1.part"):  # above the largest process number
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".r.json.4194998.part").mkdir()
+    (tmp_path / "r.json").write_text("old")
+    (tmp_path / "r.json").chmod(0o600)
+    files.write(tmp_path / "r.json", b"new")
+    left = {p.name for p in tmp_path.iterdir() if p.is_file()}
+    assert left == {*kept, "r.json"}
+    assert (tmp_path / "r.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_threads_write_one_file_without_losing_it(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: files.write(tmp_path / "f", b"%d" % n), range(40)))
+    assert (tmp_path / "f").read_bytes() in {b"%d" % n for n in range(40)}

@@ -1,9 +1,9 @@
 """Search for violations of lipbound's guarantees: ``python -m verify NAME [options]``.
 
 Each search, or *hunt*, is a module with ``options(parser)`` and ``hunt(chosen)``, which returns a
-record and the violations. An optional ``check(chosen)`` refuses wrong options. This file adds
-provenance, writes the record and sets the exit code: 0 without a violation, 1 with one, 2 for a
-wrong command line.
+record and the violations. An optional ``check_options(chosen)`` refuses wrong options. This file
+adds provenance, writes the record and sets the exit code: 0 without a violation, 1 with one, 2 for
+a wrong command line, 130 after an interruption.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 HUNTS = {
     "campaign": "check bounds on random layers, worst-case kernels and random networks",
@@ -32,7 +33,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if not words or words[0] not in HUNTS:
         lines = [f"  {name:12} {text}" for name, text in HUNTS.items()]
         print("\n".join(["usage: python -m verify NAME [options]", *lines]), file=sys.stderr)
-        return 2
+        return 0 if words[:1] == ["--help"] else 2
     name = words[0]
     module = importlib.import_module(f"verify.{name}")
     parser = argparse.ArgumentParser(
@@ -44,13 +45,26 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the record to this file")
     module.options(parser)
     chosen = parser.parse_args(words[1:])
+    from lipbound.files import check_writable
+
     try:
-        getattr(module, "check", lambda chosen: None)(chosen)
-    except ValueError as error:
+        if getattr(chosen, "count", 1) < 1:
+            raise ValueError(f"--count {chosen.count} must be at least 1")
+        check_writable(chosen.out)
+        getattr(module, "check_options", lambda chosen: None)(chosen)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
+    try:
+        return _report(name, chosen, *module.hunt(chosen))
+    except KeyboardInterrupt:
+        print("verify: interrupted", file=sys.stderr)
+        return 130
+
+
+def _report(name: str, chosen: argparse.Namespace, record: dict[str, Any], wrong: list[str]) -> int:
+    """Write the record, print the violations, and return the exit code."""
     from lipbound.files import provenance, write
 
-    record, wrong = module.hunt(chosen)
     if chosen.out and record:
         whole = {"experiment": name, **record, **provenance(seed=chosen.seed)}
         write(chosen.out, (json.dumps(whole, indent=1) + "\n").encode())

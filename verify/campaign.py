@@ -267,7 +267,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--merge", action="store_true", help="only join the records of --out")
 
 
-def check(chosen: argparse.Namespace) -> None:
+def check_options(chosen: argparse.Namespace) -> None:
     for part in chosen.parts.split(","):
         if part not in PARTS:
             raise ValueError(f"--parts: {part!r} is not one of {', '.join(PARTS)}")
@@ -275,11 +275,9 @@ def check(chosen: argparse.Namespace) -> None:
         raise ValueError(
             f"--workers {chosen.workers} --minutes {chosen.minutes}: both must be positive"
         )
-    if chosen.device.startswith("cuda"):
-        import torch
+    from lipbound.runtime import pick_device
 
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {chosen.device}: there is no CUDA device; use cpu")
+    pick_device(chosen.device)
     for path in chosen.weights:
         if not path.is_file():
             raise ValueError(f"--weights: there is no file {str(path)!r}")

@@ -54,6 +54,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("weights", nargs="+", type=Path, help="safetensors files of kernels")
 
 
+def check_options(chosen: argparse.Namespace) -> None:
+    for path in chosen.weights:
+        read_weights(path)
+
+
 def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     layers = {
         f"{path.stem}: {name}": kernel

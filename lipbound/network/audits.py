@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,12 @@ def audit(
         raise ValueError(f"effort={effort!r} is not one of 'normal', 'high'")
     if effort == "high" and method != "spectral":
         raise ValueError(f"effort='high' needs method='spectral'; leave out method={method!r}")
-    if isinstance(input_shape, int | str):
+    if input_shape is not None and not (
+        isinstance(input_shape, Sequence)
+        and not isinstance(input_shape, str)
+        and len(input_shape) > 0
+        and all(isinstance(n, Integral) and n > 0 for n in input_shape)
+    ):
         raise ValueError(f"input_shape={input_shape!r} is not a shape; pass for example (3, 8, 8)")
     options = Options(rtol, effort, method)
     with in_eval(model), within(minutes):

@@ -80,7 +80,8 @@ def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
     """Return the logits of each input alone.
 
     Raises:
-        ValueError: If the logits of the whole batch differ from them by more than rounding.
+        ValueError: If the logits of the whole batch differ from them by more than 1 %
+            of the largest logit.
     """
     answers, same = alone_and_together(model, inputs)
     if len(answers) != 1 or answers[0].ndim != 2:

@@ -92,7 +92,7 @@ def served(factor: Factor) -> bool:
     if factor.kind is None:
         return True
     weight = factor.layer._parameters.get("weight")  # a parametrized one is new at each call
-    if weight is None or weight.dtype not in DTYPES:
+    if weight is None or weight.dtype not in DTYPES or factor.least(weight) == torch.float64:
         return False
     pairs = _pairs(factor.kind)
     return next_power_of_2(len(pairs)) * next_power_of_2(max(map(len, pairs))) <= LARGEST

@@ -37,7 +37,7 @@ def log_factor(factor: Factor, weight: Tensor, least: torch.dtype = torch.float3
     if factor.kind is None:
         gains = norm_gains(factor, least).abs()
         return gains.amax().clamp_min(torch.finfo(gains.dtype).tiny).log()
-    rows = factor.rows(widened(weight, least))
+    rows = factor.rows(widened(weight, factor.least(weight, least)))
     locate = weight.requires_grad and torch.is_grad_enabled()
     peaks, _ = row_peaks(rows, factor.kind, locate)
     scale, tiny = factor.constant(rows)
@@ -76,7 +76,7 @@ def add_gradient_(
             share = scale * (log > log_floor) / best.sum().clamp_min(1)
             gamma.add_(torch.where(best, share / torch.where(best, widened(weight), 1.0), 0.0))
         return log
-    rows = factor.rows(widened(weight))
+    rows = factor.rows(widened(weight, factor.least(weight)))
     peaks, points = row_peaks(rows, factor.kind)
     assert points is not None
     constant, tiny = factor.constant(rows)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from zoo import NETWORKS, OPERATIONS, UNBOUNDED, Run, conv
 
 import lipbound
-from lipbound import audit, bracket, register_rule
+from lipbound import audit, bracket, certify, register_rule
 from lipbound.network.jacobian import jacobian_norm
 from lipbound.network.rules import RULES, values
 from lipbound.robust.models import ResNet
@@ -540,3 +540,15 @@ def test_what_cannot_be_audited_is_said_in_one_line(capfd):
     with pytest.raises(ValueError, match=r"\(8.5, 8\) must contain integers only"):
         bracket(nn.Conv2d(1, 1, 3), input_shape=(8.5, 8))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("shape", [(3, -1, 8), (), (3.0, 8, 8), 5, "3,8,8", torch.zeros(3)])
+def test_what_is_no_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"is not a shape; pass for example \(3, 8, 8\)"):
+        audit(nn.Conv2d(3, 4, 3), shape)
+
+
+def test_a_network_without_logits_cannot_be_certified():
+    model = Run(lambda m, x: x.argmax(1))
+    with pytest.raises(ValueError, match="returns nothing"):
+        certify(model, audit(model, (4,)), torch.randn(3, 4))

@@ -626,3 +626,28 @@ def test_squares_that_overflow_bound_nothing(engine, layout, size):
         (value,) = Penalty(model.to(memory_format=layout)).bounds().values()
         # In plain PyTorch bounds are computed in float64, which has room.
         assert value == math.inf if engine == "fused" else value >= bracket(model[0]).lower
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(32, 2, 31), nn.Conv1d(16, 16, 1024), nn.Conv2d(64, 64, 13)], ids=str
+)
+def test_large_kernels_are_summed_in_double_precision(layer):
+    """In float32 the allowance for rounding would exceed the value itself."""
+    penalty = Penalty(nn.Sequential(layer), 1.0)
+    (found,) = penalty.bounds().values()
+    assert float(penalty()) == pytest.approx(math.log(found), abs=1e-4)
+    assert float(penalty.add_grad_()) == pytest.approx(math.log(found), abs=1e-4)
+    assert bool(layer.weight.grad.isfinite().all())
+
+
+def test_a_traced_call_leaves_no_empty_tables():
+    class Penalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, (3, 11))
+
+        def forward(self, x):
+            return self.conv(x).mean() + lipbound.bound(self.conv, "lipbound")
+
+    torch.export.export(Penalized(), (torch.randn(1, 3, 12, 12),), strict=False)
+    assert float(lipbound.bound(nn.Conv2d(3, 4, (3, 11)), "lipbound")) > 0

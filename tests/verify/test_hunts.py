@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import random
 
 import pytest
@@ -68,3 +70,32 @@ def test_hunts_are_named(monkeypatch, capsys):
     assert main() == 2
     said = capsys.readouterr().err
     assert all(name in said for name in HUNTS)
+
+
+def test_wrong_options_are_refused_in_one_line(tmp_path, capsys):
+    for words in (
+        ["campaign", "--device", "gpu"], ["trained", str(tmp_path / "missing.safetensors")],
+        ["damaged", "--count", "-1"], ["planted", "--out", "/proc/x/y"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", HUNTS)
+def test_every_hunt_has_the_same_door(name, monkeypatch, tmp_path, capsys):
+    """A record with provenance, violations printed, an exit code, and an interruption."""
+    hunt = importlib.import_module(f"verify.{name}")
+    monkeypatch.setattr(hunt, "check_options", lambda chosen: None, raising=False)
+    words = [name, "--out", str(tmp_path / "record.json"), *(["w"] if name == "trained" else [])]
+    monkeypatch.setattr(hunt, "hunt", lambda chosen: ({"seen": 1}, ["one", "two"]))
+    assert main(words) == 1
+    assert capsys.readouterr().out == "VIOLATION one\nVIOLATION two\n2 violations\n"
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["experiment"], record["seen"], record["seed"]) == (name, 1, 0)
+
+    def interrupted(chosen):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hunt, "hunt", interrupted)
+    assert main(words) == 130
