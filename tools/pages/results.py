@@ -170,6 +170,7 @@ LipBound of a whole network, with its gradient, costs at most one step of SGD on
 {MADE} Every table names its command and machine. All times are of one run.
 """,
         penalty(),
+        layer_by_layer(),
         efficiency(),
         adversarial_step(),
         training(),
@@ -249,6 +250,23 @@ The fused kernels agree with plain PyTorch to {worst["value_difference"]:.1e} in
 The next table is for {on_cpu[0]["device"]} (torch {on_cpu[0]["torch"]}), where LipBound also runs in plain PyTorch. Direct evaluation takes {", ".join(direct)} as long as LipBound's value. Here an SGD step takes less time than LipBound's value and gradient.
 
 {times(on_cpu)}
+"""
+
+
+def layer_by_layer() -> str:
+    (record,) = lines("lipbound-layers")
+    times = record["milliseconds"]
+    return f"""## One layer at a time
+
+`bound(layer, "lipbound")`, called for every convolution of {record["network"]}, is {record["direct_over_bound"]:.0f} times as fast as direct evaluation on a CPU. The value of `Penalty` is {record["direct_over_penalty"]:.0f} times as fast.
+
+| method | ms |
+| --- | --- |
+| `bound(layer, "lipbound")`, layer by layer, in float64 | {digits(times["bound"])} |
+| the value of `Penalty`, in float32 | {digits(times["penalty"])} |
+| direct evaluation on a 10×10 grid, in float32 | {digits(times["direct"])} |
+
+The command is `python -m benchmarks.lipbound_layers` ({record["device"]}, {record["threads"]} threads, torch {record["torch"]}, seed {record["seed"]}, one run).
 """
 
 
