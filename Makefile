@@ -12,7 +12,7 @@ MINUTES ?= 10
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-run: $(STAMP) ## Audit the embedded network (audit.html) and train the six methods of the paper on small digits.
+run: $(STAMP) ## Audit the embedded network (audit.html) and train with six methods on small digits.
 	$(BIN)/lipbound audit demo --html audit.html
 	$(BIN)/lipbound train --arm all --preset digits --out runs/digits --resume
 

@@ -259,8 +259,18 @@ class Status:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--minutes", type=float, default=10.0, help="time after which no new task begins")
-    add("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes")
+    add(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="time after which no new task begins (default 10)",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) - 1),
+        help="number of processes (default: all cores but one)",
+    )
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     add("--parts", default=",".join(PARTS), help=f"parts to run, with commas: {', '.join(PARTS)}")
     add("--weights", type=Path, nargs="*", default=[], help="weights files with trained kernels")

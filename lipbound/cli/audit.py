@@ -27,7 +27,7 @@ def audit(
         str,
         typer.Argument(
             help="What to audit: 'demo', a weights file (.safetensors, .pt), or the name of a "
-            "model: resnet20, resnet56, wrn-28-10, torchvision:NAME, timm:NAME."
+            "model with random weights: resnet20, resnet56, wrn-28-10, torchvision:NAME, timm:NAME."
         ),
     ],
     model: Annotated[

@@ -25,7 +25,7 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
     is 0 unless an operation jumps, as softplus does.
 
     Args:
-        source: Logits, ``(batch, classes)``, or the network that computes them.
+        source: Logits in eval mode, ``(batch, classes)``, or the network that computes them.
         audit: Audit of that network with its current weights. Its bound refers to the network's
             input: for radii in pixels, make the normalization of the pixels part of the network.
         inputs: The batch, if ``source`` is a network. The network runs in eval mode, also on each

@@ -232,6 +232,7 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
         assert (code, message in err) == (2, True), err
 
 
+@pytest.mark.slow
 def test_another_bound_for_every_layer(monkeypatch, capsys):
     records = {}
     for method in ("spectral", "lipbound", "gram"):

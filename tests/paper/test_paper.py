@@ -129,6 +129,7 @@ def test_cells_share_what_was_compiled(monkeypatch, tmp_path):
     assert second < len(graphs) // 2, "the second cell was compiled anew"
 
 
+@pytest.mark.slow
 def test_cells_are_done_once_and_one_after_the_other(tmp_path):
     assert work("tiny", TINY, tmp_path, device="cpu", minutes=0) == []
     said = []

@@ -85,6 +85,7 @@ def test_portraits_are_samples_of_the_symbol(layer):
     assert portrait(nn.Conv2d(3, 3, 1), found) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the page with")
 def test_sorting_and_selecting_in_a_browser(tmp_path):
     build, shape = NETWORKS["resnet"]

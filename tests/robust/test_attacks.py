@@ -519,6 +519,7 @@ class Noisy(nn.Module):
         return self.inner(x + 0.1 * torch.randn_like(x))
 
 
+@pytest.mark.slow
 def test_a_random_network_raises_a_doubt(trained):
     model, images, labels, _ = trained
     images, labels = images[:30], labels[:30]
@@ -567,6 +568,7 @@ def test_intervals_and_pairs():
     assert set(ATTACKS) == {"pgd", "cw", "cw-projected", "autoattack"}
 
 
+@pytest.mark.slow
 def test_the_command(trained, monkeypatch, capsys, tmp_path):
     *_, path = trained
     out, plot = tmp_path / "attacks.jsonl", tmp_path / "curves.svg"

@@ -319,6 +319,7 @@ def test_weights_build_their_network(tmp_path):
         load_model(next((tmp_path / "checkpoints").glob("step-*")))
 
 
+@pytest.mark.slow
 def test_the_product_falls_while_the_network_learns(tmp_path):
     data = blobs(400, channels=3)
     options = {"epochs": 12, "model": "cnn-plain", "lr": 0.05, "radius": 0.03}

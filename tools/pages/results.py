@@ -37,7 +37,7 @@ def index() -> str:
          f"at most {whole['bracket']['most']:.4f} × σ1", "[bounds](bounds.md)"],
         ["LipBound, which is fast and differentiable, is loose on whole layers.",
          f"{whole['lipbound']['ratio']:.2f} × σ1 on average", "[bounds](bounds.md)"],
-        ["The bound of a whole ResNet-20 is far below the product of its layers' LipBounds.",
+        ["With `--effort high`, the bound of a whole ResNet-20 is far below the product of its layers' LipBounds.",
          f"10^{deep['high']['log10_upper']:.2f} instead of 10^{deep['normal']['log10_paper']:.2f}",
          "[bounds](bounds.md#whole-networks)"],
         ["That is still far above the largest Jacobian norm found.",
@@ -60,7 +60,7 @@ def index() -> str:
     ]  # fmt: skip
     return f"""# Results
 
-lipbound certifies tightly and quickly. Its trainings did not reproduce the paper's gain in robustness under PGD, one of the attacks below. Each line of the table is one claim with its number. The pages behind the links have the tables, the commands and the machines.
+lipbound certifies layers tightly and quickly; its bounds of whole networks remain loose. Our trainings did not reproduce the paper's gain in accuracy under the PGD attack. Each line of the table is one claim with its number. The pages behind the links have the tables, the commands and the machines.
 
 {PAPER} {SIGMA} A *bracket* is lipbound's certified interval around the largest σ1 over all input sizes. {robustness.WORDS}
 

@@ -29,7 +29,11 @@ def networks(path: Path) -> list[Trained]:
     else:
         files = [f for f in (path / "best.safetensors", path / "final.safetensors") if f.is_file()]
         if not files:
-            raise ValueError(f"{str(path)!r} has no best.safetensors and no final.safetensors")
+            raise ValueError(
+                f"{str(path)!r} is not the folder of a training run: it has neither "
+                f"best.safetensors nor final.safetensors; after training several arms, name the "
+                f"subfolder of one arm"
+            )
     return [load_trained(file) for file in files]
 
 
