@@ -187,6 +187,7 @@ def test_gradients(method, shape):
     assert float((gradient * kernel).sum()) == pytest.approx(1, rel=1e-9)  # homogeneity
 
 
+@pytest.mark.slow
 @EACH_BOUND
 def test_gradients_through_stride_and_groups(method):
     kernel = torch.randn(4, 2, 3, 3, dtype=torch.float64, requires_grad=True)

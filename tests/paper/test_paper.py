@@ -185,6 +185,7 @@ def test_a_last_network_that_is_the_best_is_attacked_once(monkeypatch, tmp_path)
     assert done == ["final", "best"], "and what was attacked before is not attacked again"
 
 
+@pytest.mark.slow
 def test_attacks_that_are_over_are_not_done_again(monkeypatch, tmp_path):
     done, tier = [], replace(TINY, also=(0.05,))
 

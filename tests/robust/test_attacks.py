@@ -155,6 +155,7 @@ def test_strongest_is_the_worst_of_all_iterations_and_restarts(trained):
     assert bool((after > before).float().mean() > 0.95)
 
 
+@pytest.mark.slow
 def test_random_search_stays_inside_and_finds_something(trained):
     model, images, labels, _ = trained
     for ball, radius in (("linf", RADIUS), ("l2", 0.8)):
@@ -169,6 +170,7 @@ def test_random_search_stays_inside_and_finds_something(trained):
         assert clean < int(found.broken.sum()) <= int(white.broken.sum())
 
 
+@pytest.mark.slow
 def test_what_ends_short_of_the_boundary_is_pushed_over_it():
     logits, weight, images, gaps, labels = two_classes(40)
     distance = gaps.abs() / weight.norm()
@@ -278,6 +280,7 @@ def test_an_image_right_by_less_than_half_precision_is_not_robust():
     assert found["cw"]["not_reproduced"] == 0
 
 
+@pytest.mark.slow
 def test_a_weak_attack_is_doubted(trained):
     model, images, labels, _ = trained
     images, labels = images[::2], labels[::2]
@@ -329,6 +332,7 @@ def test_jacobian_norms_are_exact(trained):
     assert float(norms.max()) <= audit(model, (1, 8, 8), search=0).upper
 
 
+@pytest.mark.slow
 def test_an_honest_network_raises_no_doubt(trained):
     model, images, labels, _ = trained
     images, labels = images[::7], labels[::7]
@@ -355,6 +359,7 @@ def test_an_honest_network_raises_no_doubt(trained):
     json.dumps(found)
 
 
+@pytest.mark.slow
 def test_only_what_is_right_is_searched_around(monkeypatch, trained):
     """And each of those finds what it finds in a company of others."""
     model, images, labels, _ = trained
@@ -462,6 +467,7 @@ def test_other_ways_to_hide_gradients(trained, ball):
         assert found["pgd"]["accuracy"] <= honest + 0.1
 
 
+@pytest.mark.slow
 def test_no_attack_beats_being_wrong_or_a_certificate():
     """Clean mistakes count everywhere, and what is certified at a radius stands there."""
     torch.manual_seed(0)

@@ -109,6 +109,7 @@ def test_margins_are_one_sided():
     assert lower.margins()[0] == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_worst_kernels_stay_below_their_bounds():
     tally = search_kernels(range(6, 8), (), steps=12, tries=4)
     assert tally.violations == []
@@ -117,6 +118,7 @@ def test_worst_kernels_stay_below_their_bounds():
     assert tally.claims["fantastic_four"]["margin"] < 0.05, "it ends far from where it began"
 
 
+@pytest.mark.slow
 def test_no_random_network_exceeds_its_audit():
     tally = check_networks([1, 2, 3, 4, MIXED + 4, MIXED + 11, MIXED + 27])
     assert tally.violations == []
