@@ -18,8 +18,10 @@ from helpers import blobs, chosen, equal, run
 
 from lipbound import files
 from lipbound.files import append, read
-from lipbound.robust.training import checkpoints
+from lipbound.robust.training import checkpoints, loop
+from lipbound.robust.training.batches import CHECK, Feed
 from lipbound.robust.training.loop import train
+from lipbound.robust.training.networks import Networks
 from lipbound.robust.training.run import Run
 from lipbound.robust.training.run_folder import RunFolder, lock
 from verify import kills
@@ -259,25 +261,27 @@ def test_folders_that_take_no_file_are_refused_at_once(tmp_path, monkeypatch, ca
 
 def interrupted(monkeypatch, when) -> list[int]:
     """Send this process SIGINT when an attack is about to be made that fits; list those after."""
-    attacked, sent = Run._attacked, []
+    runs, start, sent = [], Feed.start, []
 
-    def attack(self, model, images, labels, steps, place=None):
+    def begin(self, images, purpose, index):
+        run = runs[-1]
         if sent:
-            sent.append(self.step)
-        elif when(self, place):
-            sent.append(self.step)
+            sent.append(run.step)
+        elif when(run, purpose == CHECK):
+            sent.append(run.step)
             os.kill(os.getpid(), signal.SIGINT)
-        return attacked(self, model, images, labels, steps, place)
+        return start(self, images, purpose, index)
 
-    monkeypatch.setattr(Run, "_attacked", attack)
+    monkeypatch.setattr(loop, "Run", lambda *given: runs.append(Run(*given)) or runs[-1])
+    monkeypatch.setattr(Feed, "start", begin)
     return sent
 
 
 MOMENTS = {
-    "in a step": lambda run, place: place is None and run.step == 3,
-    "in an epoch's check": lambda run, place: place is not None and run.step == run.feed.per_epoch,
-    "in the last check": lambda run, place: place is not None and run.step == run.steps,
-    "in the test": lambda run, place: place is not None and run.record.get("step") == run.steps,
+    "in a step": lambda run, check: not check and run.step == 3,
+    "in an epoch's check": lambda run, check: check and run.step == run.feed.per_epoch,
+    "in the last check": lambda run, check: check and run.step == run.steps,
+    "in the test": lambda run, check: check and run.record.get("step") == run.steps,
 }
 
 
@@ -309,14 +313,14 @@ def test_ctrl_c_saves_and_leaves(tmp_path, monkeypatch, moment):
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path, monkeypatch):
-    attacked = Run._attacked
+    attacked = Networks.attacked
 
-    def twice(self, *rest):
+    def twice(self, *rest, **options):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-        return attacked(self, *rest)
+        return attacked(self, *rest, **options)
 
-    monkeypatch.setattr(Run, "_attacked", twice)
+    monkeypatch.setattr(Networks, "attacked", twice)
     with pytest.raises(KeyboardInterrupt):
         train(chosen("at"), blobs(), tmp_path, device="cpu")
 

@@ -20,6 +20,8 @@ from lipbound import bound
 from lipbound.files import read
 from lipbound.robust.data.sets import digits
 from lipbound.robust.training import checkpoints
+from lipbound.robust.training import run as run_module
+from lipbound.robust.training.batches import START
 from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.loop import _signals, train
 from lipbound.robust.training.run import Run
@@ -158,7 +160,7 @@ with team("cpu") as who:
     again.load(tensors, {{**about, "step": 3}})
     for _ in range(3):
         again.advance()
-    for model in (run.model, run.average):
+    for model in (run.model, run.networks.average):
         for tensor in model.state_dict().values():
             first = tensor.clone()
             dist.broadcast(first, 0)
@@ -405,9 +407,14 @@ def test_averaged_weights(monkeypatch):
     """Their BatchNorm statistics are those of the images as the average sees them."""
     wanted = chosen("at", ema=0.75, model="wrn-10-1")
     run = Run(wanted, blobs(channels=3), Team(torch.device("cpu")))
-    seen, attacked = [], run._attacked
-    monkeypatch.setattr(run, "_attacked", lambda *given: seen.append(attacked(*given)) or seen[-1])
-    twin = copy.deepcopy(run.average)
+    seen, attacked, average = [], run.networks.attacked, run.networks.average
+
+    def attack(*given, **options):
+        seen.append(attacked(*given, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(run.networks, "attacked", attack)
+    twin = copy.deepcopy(average)
     for step in range(1, 9):
         run.advance()
         with torch.no_grad():
@@ -415,10 +422,10 @@ def test_averaged_weights(monkeypatch):
                 mine.lerp_(new, 0.25)
             if step % 4 == 0:
                 twin.train()(seen[-1])
-    for name, found in run.average.state_dict().items():
+    for name, found in average.state_dict().items():
         torch.testing.assert_close(found, twin.state_dict()[name])
     moving = dict(run.model.named_buffers())
-    assert any(not torch.equal(b, moving[name]) for name, b in run.average.named_buffers())
+    assert any(not torch.equal(b, moving[name]) for name, b in average.named_buffers())
 
 
 @pytest.mark.parametrize("awp", [0.0, 0.1])
@@ -428,7 +435,10 @@ def test_a_step_is_sgd_on_loss_and_penalty(awp):
     data = blobs(channels=3)
     run, other = (Run(wanted, data, Team(torch.device("cpu"))) for _ in range(2))
     images, labels = other.feed.batch(0)
-    images = other._attacked(other.model, images, labels, wanted.attack)
+    images = other.networks.attacked(
+        other.model, images, labels, other.feed.start(images, START, 0),
+        iterations=wanted.attack, training=wanted.attack_mode == "train",
+    )  # fmt: skip
     level, uphill = (copy.deepcopy(other.model).train() for _ in range(2))
 
     def slopes(model):
@@ -443,7 +453,9 @@ def test_a_step_is_sgd_on_loss_and_penalty(awp):
     other.penalty().backward()
     rate = wanted.learning_rate(0, other.steps)
     run.advance()
-    for mine, start, slope in zip(run.parameters, other.parameters, found, strict=True):
+    for mine, start, slope in zip(
+        run.model.parameters(), other.model.parameters(), found, strict=True
+    ):
         penalty = 0 if start.grad is None else start.grad
         expected = start - rate * (slope + penalty + 0.01 * start)
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
@@ -482,7 +494,7 @@ def test_a_run_of_a_version_with_fewer_settings_goes_on(tmp_path):
         train(chosen("at", awp=0.1), data, tmp_path, device="cpu", resume=True)
 
 
-def test_the_best_is_chosen_on_held_out_images_alone(tmp_path):
+def test_the_best_is_chosen_on_held_out_images_alone(tmp_path, monkeypatch):
     data = blobs(400, channels=3)
     train(chosen("at", epochs=5), data, tmp_path, device="cpu")
     records = read(tmp_path / "records.jsonl")
@@ -490,7 +502,7 @@ def test_the_best_is_chosen_on_held_out_images_alone(tmp_path):
     assert best["held_out_pgd_accuracy"] == max(r["held_out_pgd_accuracy"] for r in records)
     run = Run(chosen("at"), data, Team(torch.device("cpu")))
     scores = iter([(0.9, 0.5), (0.6, 0.7), (0.9, 0.6)])
-    run.measure = lambda *_: next(scores)
+    monkeypatch.setattr(run_module, "measure", lambda *_: next(scores))
     assert [run.check()[1] for _ in range(3)] == [True, True, False], "by accuracy under attack"
     assert not set(run.feed.held.tolist()) & set(run.feed.kept.tolist())
     assert len(run.feed.held) + len(run.feed.kept) == len(data.train)

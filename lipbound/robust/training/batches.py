@@ -69,10 +69,12 @@ class Feed:
             pixels = pixels.contiguous(memory_format=torch.channels_last)
         return pixels, labels.to(device, non_blocking=True)
 
-    def start(self, images: Tensor, step: int, place: int | None = None) -> Tensor:
-        """Draw random starts of an attack in a training step, or in batch ``place`` of a check."""
+    def start(self, images: Tensor, purpose: int, index: int) -> Tensor | None:
+        """Draw random starts of an attack, or return ``None`` if attacks start at the images."""
+        if not self.chosen.random_start:
+            return None
         draw = torch.Generator(self.who.device)
-        draw.manual_seed(self._seed(START, step) if place is None else self._seed(CHECK, 1 + place))
+        draw.manual_seed(self._seed(purpose, index))
         # Drawn for the whole batch, so that training does not depend on the number of processes.
         like = images[:1].expand(len(images) * self.who.size, -1, -1, -1)
         like = torch.empty_like(like, memory_format=torch.contiguous_format)

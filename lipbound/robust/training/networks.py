@@ -1,0 +1,136 @@
+"""The network of a training run and its average over the steps: precision, attack, accuracy."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lipbound.cuda_graphs import Replay
+from lipbound.modules import frozen
+from lipbound.robust.attacks.pgd import pgd
+from lipbound.robust.data.sets import Data, Split
+from lipbound.robust.training.batches import CHECK, Feed
+from lipbound.robust.training.distributed import Team
+from lipbound.robust.training.settings import Settings
+from lipbound.robust.training.trained import build
+
+FRESH = 4  # steps between updates of the averaged network's BatchNorm statistics
+
+
+class Stopped(Exception):
+    """The process was asked to stop during an evaluation, which can be repeated."""
+
+
+class Networks:
+    """The network in training, and the average of its weights if the settings ask for one.
+
+    Args:
+        chosen: Settings of the run.
+        data: The data set.
+        who: The processes of the run; all get the weights of the first.
+    """
+
+    def __init__(self, chosen: Settings, data: Data, who: Team):
+        self.chosen, self.who = chosen, who
+        cuda = who.device.type == "cuda"
+        self.model = build(chosen, data).to(who.device)
+        if cuda:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if chosen.sync_batchnorm:
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+        self.average = copy.deepcopy(self.model) if chosen.ema else None
+        for model in (self.model, self.average) if chosen.compile else ():
+            if model is not None:
+                model.compile(dynamic=False)
+        self.replay = Replay() if chosen.cuda_graphs and cuda else None
+        who.share(self.model.parameters())
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network to evaluate: the averaged one if there is one."""
+        return self.model if self.average is None else self.average
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        half = self.chosen.precision == "bfloat16"
+        return torch.autocast(self.who.device.type, torch.bfloat16, enabled=half)
+
+    def attacked(
+        self, model: nn.Module, images: Tensor, labels: Tensor, start: Tensor | None,
+        *, iterations: int, training: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return the images after PGD on one of the networks, in training or in eval mode."""
+        chosen, before = self.chosen, model.training
+
+        def attack(images: Tensor, labels: Tensor, *start: Tensor) -> tuple[Tensor]:
+            with frozen(model), self.autocast():
+                found = pgd(
+                    model, images, labels,
+                    radius=chosen.radius, step=chosen.step * chosen.radius, iterations=iterations,
+                    ball=chosen.ball, start=start[0] if start else None,
+                )  # fmt: skip
+            return (found,)
+
+        model.train(training)
+        inputs = [images, labels] if start is None else [images, labels, start]
+        if self.replay is not None:
+            key = (model is self.average, training, iterations)
+            (attacked,) = self.replay(key, attack, inputs, model.buffers() if training else ())
+        else:
+            (attacked,) = attack(*inputs)
+        model.train(before)
+        return attacked
+
+    @torch.no_grad()
+    def follow(self, images: Tensor, step: int) -> None:
+        """Update the averaged weights, with their own BatchNorm statistics from the same images.
+
+        The average of weights that change direction quickly is shorter than the weights, so the
+        statistics of the trained network, or their average, would not fit it.
+        """
+        if self.average is None:
+            return
+        mine: list[Tensor] = list(self.average.parameters())
+        torch._foreach_lerp_(mine, list(self.model.parameters()), 1 - self.chosen.ema)
+        if step % FRESH == 0 and any(isinstance(m, _BatchNorm) for m in self.model.modules()):
+            self.average.train()
+            with self.autocast():
+                self.average.forward(images)  # not compiled, as it is rare and without gradients
+            self.who.share(b for b in self.average.buffers() if b.is_floating_point())
+
+
+def measure(
+    networks: Networks, feed: Feed, split: Split, indices: Tensor, stop: Sequence[str] = ()
+) -> tuple[float, float]:
+    """Return the accuracies of the evaluated network without attack and under PGD.
+
+    Raises:
+        Stopped: If the process was asked to stop.
+    """
+    model, chosen, who = networks.evaluated, networks.chosen, networks.who
+    own = indices[who.mine(len(indices))]
+    size = chosen.batch // who.size
+    counts = torch.zeros(2, device=who.device)
+    model.eval()
+    for place in range(0, len(own), size):
+        if stop and who.size == 1:  # several processes could not agree on a place
+            raise Stopped
+        which = own[place : place + size]
+        rest = own[-1:].repeat(size - len(which))
+        padded = torch.cat([which, rest])  # one shape needs one compiled graph
+        images, labels = feed.pixels(*split.load(padded))
+        start = feed.start(images, CHECK, 1 + place)
+        attacked = networks.attacked(
+            model, images, labels, start, iterations=chosen.check_attack, training=False
+        )
+        with torch.no_grad(), networks.autocast():
+            for row, batch in enumerate((images, attacked)):
+                right = model(batch).argmax(1) == labels
+                counts[row] += right[: len(which)].sum()
+    clean, robust = (who.sum(counts) / len(indices)).tolist()
+    return clean, robust
