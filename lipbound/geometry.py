@@ -188,27 +188,35 @@ def convolution(
         )
     if isinstance(layer, Convolution):
         conv = layer
-        return conv if input_shape is None else _with_input_shape(conv, input_shape)
+    else:
+        kernel = _kernel(layer)
+        check_kernel(kernel)
+        if isinstance(layer, _ConvNd):
+            given = {name: getattr(layer, name) for name in options}
+            given["transposed"] = isinstance(layer, _ConvTransposeNd)  # forward goes by the type
+        conv = _with_options(layer, kernel, given)
+    return conv if input_shape is None else _with_input_shape(conv, input_shape)
+
+
+def _kernel(layer: Layer) -> Tensor:
+    """Return the weight of a layer that applies it unchanged, or the tensor itself."""
     if not torch.compiler.is_compiling() and own_forward(layer):
         raise TypeError(
             f"{type(layer).__name__} overrides forward and may not use its weight unchanged; if it "
             f"does, pass the weight tensor with its geometry; otherwise audit or exclude the layer"
         )
-    if isinstance(layer, _ConvNd):
-        given = {name: getattr(layer, name) for name in options}
-        given["transposed"] = isinstance(layer, _ConvTransposeNd)  # forward goes by the type
-        kernel = weight_of(layer)
-    elif isinstance(layer, nn.Linear):
-        kernel = weight_of(layer)
-    elif isinstance(layer, Tensor):
-        kernel = layer
-    else:
-        raise TypeError(
-            f"expected a convolution, nn.Linear or a weight tensor, got {type(layer).__name__}; "
-            f"for other layers use lipschitz(layer), for networks audit(model, input_shape)"
-        )
-    check_kernel(kernel)
+    if isinstance(layer, _ConvNd | nn.Linear):
+        return weight_of(layer)
+    if isinstance(layer, Tensor):
+        return layer
+    raise TypeError(
+        f"expected a convolution, nn.Linear or a weight tensor, got {type(layer).__name__}; "
+        f"for other layers use lipschitz(layer), for networks audit(model, input_shape)"
+    )
 
+
+def _with_options(layer: Layer, kernel: Tensor, given: dict[str, Any]) -> Convolution:
+    """Check the options, and fill in the defaults of those that were not given."""
     dims = kernel.ndim - 2
     mode = given.get("padding_mode", "zeros")
     if mode not in NUMPY_MODES:
@@ -234,7 +242,7 @@ def convolution(
     )
     if conv.transposed and mode != "zeros":
         raise ValueError(f"padding_mode={mode!r}: a transposed convolution supports only 'zeros'")
-    return conv if input_shape is None else _with_input_shape(conv, input_shape)
+    return conv
 
 
 def own_forward(layer: object) -> bool:

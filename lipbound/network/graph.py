@@ -13,10 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.utils._pytree import tree_leaves
 
@@ -115,6 +117,43 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     Raises:
         NotCaptured: If this fails, for example because a branch depends on the input's values.
     """
+    label = type(model).__name__
+    captured, program = _exported(model, inputs)
+    stored = _stored(program)
+    known: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    calls: list[Call] = []
+    results: list[str] = []
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            if node.name in stored:
+                known[node.name] = stored[node.name].detach()
+            elif isinstance(node.meta.get("val"), Tensor):
+                shapes[node.name] = tuple(node.meta["val"].shape)
+            else:
+                known[node.name] = node.meta.get("val")
+        elif node.op == "output":
+            results = [r.name for r in _references(_resolve(_returned(label, program), known))]
+        elif node.op == "get_attr":
+            known[node.name] = getattr(program.graph_module, node.target)
+        else:
+            call = _call(node, known)
+            if call.references():
+                calls.append(call)
+            else:
+                known[node.name] = _constant(label, node, call)
+    integers = {call.name for call in calls if call.integers}  # such as indices of a maximum
+    outputs = tuple(name for name in results if name not in integers)
+    if not outputs:
+        raise NotCaptured(f"{label} has no output that depends on its input")
+    left_out = tuple(name for name in results if name in integers)
+    analysed = partial(_analysed, program, stored)
+    return Graph(shapes, tuple(calls), outputs, left_out, captured, analysed)
+
+
+def _exported(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, ExportedProgram]:
+    """Return the program as it was captured, and decomposed into the operations of the rules."""
+    label = type(model).__name__
     try:
         with warnings.catch_warnings(), _unlogged(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -126,72 +165,57 @@ def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "data-dependent" in first:
             first = "a branch depends on the values of a tensor"
-        raise NotCaptured(f"{type(model).__name__} cannot be captured: {first}") from error
+        raise NotCaptured(f"{label} cannot be captured: {first}") from error
     if seen.read:
         raise NotCaptured(
-            f"{type(model).__name__} tries to read a value ({seen.read.strip('_')}) and catches "
-            f"the error: a branch may depend on its input's values"
+            f"{label} tries to read a value ({seen.read.strip('_')}) and catches the error: "
+            f"a branch may depend on its input's values"
         )
+    return captured, program
+
+
+def _stored(program: ExportedProgram) -> dict[str, Tensor]:
+    """Return the weights, buffers and constants by the names of the inputs that they become."""
     signature = program.graph_signature
     tensors: dict[str, Any] = {**program.state_dict, **program.constants}
-    stored = {
+    targets = {
         **signature.inputs_to_parameters,
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
+    return {name: tensors[target] for name, target in targets.items()}
 
-    def analysed(given: Tensor) -> list[Any]:
-        specs = signature.input_specs
-        own = [tensors[stored[s.arg.name]] if s.arg.name in stored else given for s in specs]
-        results = program.graph_module(*own)
-        pairs = zip(signature.output_specs, results, strict=True)
-        return [value for spec, value in pairs if spec.kind is OutputKind.USER_OUTPUT]
 
-    known: dict[str, Any] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    calls: list[Call] = []
-    integers: set[str] = set()  # not bounded, for example the indices of a maximum
-    outputs: list[str] = []
-    left_out: list[str] = []
-    with torch.no_grad():
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                if node.name in stored:
-                    known[node.name] = tensors[stored[node.name]].detach()
-                elif isinstance(node.meta.get("val"), Tensor):
-                    shapes[node.name] = tuple(node.meta["val"].shape)
-                else:
-                    known[node.name] = node.meta.get("val")
-            elif node.op == "output":
-                # An input that the network writes to is returned too, but is not an output.
-                pairs = [*zip(signature.output_specs, node.args[0], strict=True)]
-                for spec, _ in pairs:
-                    if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION):
-                        raise NotCaptured(
-                            f"{type(model).__name__} changes its {spec.target!r} when it runs: it "
-                            f"is not a fixed function; change it in training mode only"
-                        )
-                mine = [arg for spec, arg in pairs if spec.kind is OutputKind.USER_OUTPUT]
-                found = [r.name for r in _references(_resolve(mine, known))]
-                outputs = [name for name in found if name not in integers]
-                left_out = [name for name in found if name in integers]
-            elif node.op == "get_attr":
-                known[node.name] = getattr(program.graph_module, node.target)
-            else:
-                call = _call(node, known)
-                if call.references():
-                    calls.append(call)
-                    integers |= {call.name} if call.integers else set()
-                elif _random(node.target, call):
-                    raise NotCaptured(
-                        f"{type(model).__name__} draws random numbers ({call.op}, {call.source}): "
-                        f"it is not a fixed function; draw them in training mode only"
-                    )
-                else:
-                    known[node.name] = node.target(*call.args, **call.kwargs)
-    if not outputs:
-        raise NotCaptured(f"{type(model).__name__} has no output that depends on its input")
-    return Graph(shapes, tuple(calls), tuple(outputs), tuple(left_out), captured, analysed)
+def _analysed(program: ExportedProgram, stored: dict[str, Tensor], given: Tensor) -> list[Any]:
+    """Run the program that consists of the graph's calls."""
+    signature = program.graph_signature
+    own = [stored.get(spec.arg.name, given) for spec in signature.input_specs]
+    pairs = zip(signature.output_specs, program.graph_module(*own), strict=True)
+    return [value for spec, value in pairs if spec.kind is OutputKind.USER_OUTPUT]
+
+
+def _returned(label: str, program: ExportedProgram) -> list[Any]:
+    """Return the nodes of the outputs. An input that the network writes to is returned too."""
+    specs = program.graph_signature.output_specs
+    for spec in specs:
+        if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION):
+            raise NotCaptured(
+                f"{label} changes its {spec.target!r} when it runs: it is not a fixed function; "
+                f"change it in training mode only"
+            )
+    pairs = zip(specs, program.graph.output_node().args[0], strict=True)
+    return [node for spec, node in pairs if spec.kind is OutputKind.USER_OUTPUT]
+
+
+@torch.no_grad()
+def _constant(label: str, node: fx.Node, call: Call) -> Any:
+    """Compute a call that does not depend on the network's input."""
+    if _random(node.target, call):
+        raise NotCaptured(
+            f"{label} draws random numbers ({call.op}, {call.source}): it is not a fixed function; "
+            f"draw them in training mode only"
+        )
+    return node.target(*call.args, **call.kwargs)  # type: ignore[operator]
 
 
 @contextmanager
