@@ -144,8 +144,10 @@ def work(
             continue
         # All cells share the steps, checks and attacks that were compiled for the first one.
         with claim, torch._dynamo.config.patch(recompile_limit=64):
-            shown = partial(watch, label)
-            record = cell(tier, chosen, data, where, device, left, say, shown, attacked)
+            record = cell(
+                tier, chosen, data, where,
+                device=device, left=left, say=say, shown=partial(watch, label), attacked=attacked,
+            )  # fmt: skip
             if record is None:
                 break
             append(path, {"tier": name, "label": label, "seed": seed, **record})
@@ -178,8 +180,8 @@ class Stages:
 
 
 def cell(
-    tier: Tier, chosen: Settings, data: Data, where: Path, device: str, left: float | None,
-    say: Say, shown: Callable[[], AbstractContextManager[Watcher | None]], attacked: bool = True,
+    tier: Tier, chosen: Settings, data: Data, where: Path, *, device: str, left: float | None,
+    say: Say, shown: Callable[[], AbstractContextManager[Watcher | None]], attacked: bool,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Train one network and attack it; return ``None`` if the time was too short.
 

@@ -396,7 +396,7 @@ def test_no_cell_is_lost_between_turns(monkeypatch, seed, raised):
     """Whatever fails in either turn comes back, once, by block, with its value and vector."""
     field = Field(torch.randn(3, 50, 50, 3, 3, dtype=torch.float64))
     rng = np.random.default_rng(seed)
-    run = Search(field, np.array([0, 0, 1]), 2, 1e-3, 10**9)
+    run = Search(field, np.array([0, 0, 1]), 2, 1e-3, limit=10**9)
     cells = Cover(field).start()
     fails = rng.random(len(cells)) < 0.4
     value = rng.random(len(cells))

@@ -16,6 +16,7 @@ from lipbound.runtime import one_blas_thread
 
 FEW, MANY = 8, 48  # sizes of Krylov spaces: while climbing, and where that was not enough
 ALL = 1 << 30  # a full eigenvalue decomposition
+ROUNDS = 4  # turns of climbing from one start
 
 
 class Peak:
@@ -66,26 +67,21 @@ class Peak:
             best, steps = best[small], ALL if retries else MANY
         else:
             return
-        left = pick(cells.left, best)
-        reach = np.maximum(cells.angle[best], 1e-6)
-        self._climb(layer[best], cells.block[best], cells.frequency[best], left, reach, steps)
+        self._climb(
+            layer[best], cells.block[best], cells.frequency[best], pick(cells.left, best),
+            reach=np.maximum(cells.angle[best], 1e-6), steps=steps,
+        )  # fmt: skip
 
     def _climb(
-        self,
-        layers: Integers,
-        block: Integers,
-        frequency: Floats,
-        left: Tensor,
-        reach: Floats,
-        steps: int,
-        rounds: int = 4,
-    ) -> None:
+        self, layers: Integers, block: Integers, frequency: Floats, left: Tensor,
+        *, reach: Floats, steps: int,
+    ) -> None:  # fmt: skip
         """Alternate between singular vectors u, v at a frequency and the best frequency for them.
 
         Re u*F(ω)v is a scalar polynomial in ω, so the second half is nearly free.
         """
         field = self.field
-        for turn in range(rounds):
+        for turn in range(ROUNDS):
             if turn or steps > FEW:
                 left = self._vectors(block, frequency, left, self.lower[layers], steps)
                 self.count(block)
@@ -144,14 +140,9 @@ class Peak:
                 frequency = frequency - along @ (along.T @ slope[0] / values[steep])
 
     def _record(
-        self,
-        layers: Integers,
-        block: Integers,
-        frequency: Floats,
-        left: NDArray[np.complex128],
-        image: NDArray[np.complex128],
-        always: bool = False,
-    ) -> None:
+        self, layers: Integers, block: Integers, frequency: Floats, left: NDArray[np.complex128],
+        image: NDArray[np.complex128], *, always: bool = False,
+    ) -> None:  # fmt: skip
         """Keep ‖F(ω)*u‖/‖u‖, rounded down, where it is a layer's best (up to rounding).
 
         The image has the rounding errors of the symbol and of inner products over rows and taps,

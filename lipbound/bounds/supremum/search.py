@@ -65,14 +65,9 @@ class Search:
     """
 
     def __init__(
-        self,
-        field: Field,
-        owner: Integers,
-        layers: int,
-        rtol: float,
-        limit: int,
-        cap: float | None = None,
-    ):
+        self, field: Field, owner: Integers, layers: int, rtol: float,
+        *, limit: int, cap: float | None = None,
+    ):  # fmt: skip
         self.field, self.owner, self.layers = field, owner, layers
         self.limit, self.cap, self.rtol = limit, cap, rtol
         self.peak = Peak(field, owner, layers, rtol, moves=cap is None)

@@ -62,7 +62,10 @@ def carlini_wagner(
     ) -> Descent:
         now = Descent(*state)
         for _ in range(look):
-            now = _stepped(logits, images, middle, labels, weight, now, steps, lr, confidence)
+            now = _stepped(
+                logits, images, middle, labels, weight, now,
+                steps=steps, lr=lr, confidence=confidence,
+            )  # fmt: skip
         return now
 
     for search in range(searches):
@@ -97,7 +100,7 @@ class Descent(NamedTuple):
 
 def _stepped(
     logits: Logits, images: Tensor, middle: Tensor, labels: Tensor, weight: Tensor, now: Descent,
-    steps: int, lr: float, confidence: float,
+    *, steps: int, lr: float, confidence: float,
 ) -> Descent:  # fmt: skip
     moved = now.moved.detach().requires_grad_()
     with torch.enable_grad():

@@ -45,14 +45,9 @@ class PreActivationNet(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: Sequence[int],
-        blocks: int,
-        classes: int = 10,
-        inputs: int = 3,
-        dropout: float = 0.0,
-        bias: bool = False,
-    ):
+        self, channels: Sequence[int], blocks: int, classes: int = 10,
+        *, inputs: int = 3, dropout: float = 0.0, bias: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, channels[0], 3, 1, 1, bias=bias)
         layers = []
