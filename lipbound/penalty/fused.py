@@ -101,8 +101,9 @@ def served(factor: Factor) -> bool:
 class Fused:
     """Evaluate all factors of a network on one device.
 
-    The tables hold the current addresses of the weights. The addresses of the gradients may change
-    at every step and are then uploaded again.
+    The tables hold the addresses, shapes and strides of the weights, and ε; nothing here checks
+    that they still fit. Their owner, ``RowTerms``, makes a new object if they do not. The addresses
+    of the gradients may change at every step; :meth:`aim` then uploads them again.
 
     Args:
         factors: Factors that :func:`served` accepts, in any order.

@@ -20,6 +20,11 @@ Parts = tuple[Tensor, list[Tensor | None]]
 class Adder:
     """Add the gradient of a number to the parameters of a model.
 
+    The CUDA graph is cached with ``_places``, which describes every tensor that it reads (object,
+    address, type, shape, strides, whether it is trained) and the other values it depends on. Every
+    call compares them, and discards the graph if anything differs. New values in the same memory
+    keep it. A parametrized weight is a new tensor at every call, so there is no graph then.
+
     Args:
         model: The network.
         modules: Modules whose ``weight`` and running variance the number depends on.

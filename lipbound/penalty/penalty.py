@@ -170,7 +170,13 @@ class Penalty:
 
 
 class RowTerms:
-    """Terms from row energies, by fused kernels where possible and plain PyTorch elsewhere."""
+    """Terms from row energies, by fused kernels where possible and plain PyTorch elsewhere.
+
+    The tables of the fused kernels hold addresses. They are cached with ``_places``, which says
+    what each weight, γ and running variance was when they were built: object, address, type, shape,
+    strides and ε. Every call compares it, and builds the tables again if anything differs. New
+    values in the same memory change nothing, as the kernels read the values at every call.
+    """
 
     def __init__(self, model: nn.Module, found: Sequence[Factor]):
         self.model = model
@@ -219,8 +225,9 @@ class RowTerms:
 
     def _fused_add_gradient(self, fused: Fused, scale: float | Tensor) -> None:
         grads = [p.grad if p is not None and p.requires_grad else 0 for p in self._leaves]
-        # Checking layouts would cost more than the kernels, so only new gradients are checked.
-        seen = [(id(g), g.data_ptr()) if isinstance(g, Tensor) else g for g in grads]
+        # `aimed` is what `seen` was when the table got its addresses. It does not fit any more if
+        # a gradient was made, dropped, moved or laid out anew, or if a backward pass used `aim`.
+        seen = [(id(g), g.data_ptr(), g.stride()) if isinstance(g, Tensor) else g for g in grads]
         late: list[tuple[Tensor, Tensor]] = []
         if seen != fused.aimed:
             targets = [_target(leaf, late) for leaf in self._leaves]
@@ -231,9 +238,11 @@ class RowTerms:
             grad.add_(part)
 
     def _look(self) -> None:
-        """Build the tables of the fused kernels again if a tensor has moved."""
-        tensors = [slots.get(name) for slots, name in self._slots]
-        places = [0 if t is None else t.data_ptr() for t in tensors]
+        """Build the tables of the fused kernels again if they no longer fit."""
+        places: list[object] = [f.norm.eps for f in self.factors if f.norm is not None]
+        for slots, name in self._slots:
+            t = slots.get(name)
+            places.append(t if t is None else (id(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
         if places != self._places:
             self._fused, self._rest = _partition(self.factors)
             self._places = places

@@ -270,6 +270,8 @@ def test_weights_may_move_and_gradients_may_be_replaced(engine):
         lambda: None,
         lambda: setattr(model[0], "weight", nn.Parameter(torch.randn(4, 3, 3, 3))),
         lambda: model[3].weight.data.mul_(3),
+        lambda: setattr(model[3], "weight", nn.Parameter(model[3].weight.detach())),  # same memory
+        lambda: setattr(model[1], "eps", 0.5),
         lambda: model.to(memory_format=torch.channels_last),
         lambda: model[6].requires_grad_(False),
         lambda: model[6].requires_grad_(True),
