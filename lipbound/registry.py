@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import cache
 
@@ -24,14 +24,24 @@ def call(
 ) -> Tensor:
     """Call ``table[method](layer, **options)`` after checking the method and the options."""
     if method not in table:
-        close = get_close_matches(str(method), table, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown {kind} method {method!r}; there are {', '.join(table)}{hint}")
+        raise unknown(f"{kind} method", method, table)
     known = _options(table[method])
     for name in options:
         if name not in known:
             raise TypeError(f"{method} has no option {name!r}; it takes {', '.join(known)}")
     return in_pieces(lambda: table[method](layer, **options))
+
+
+def unknown(kind: str, name: object, table: Collection[str]) -> ValueError:
+    """Return the error for a name that is not in the table, with a close name or all names.
+
+    Example:
+        >>> unknown("ball", "cube", ("linf", "l2"))
+        ValueError("unknown ball 'cube'; choose one of: linf, l2")
+    """
+    close = get_close_matches(str(name), table, n=1)
+    fix = f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(table)}"
+    return ValueError(f"unknown {kind} {name!r}; {fix}")
 
 
 @cache

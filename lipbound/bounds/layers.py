@@ -42,7 +42,7 @@ def lipschitz(layer: object, *, method: str | None = None) -> Tensor:
     """
     known = sorted({t.__name__.lstrip("_") for t in lipschitz.registry if t is not object})
     raise TypeError(
-        f"no Lipschitz rule for {type(layer).__name__}; there are rules for {', '.join(known)}. "
+        f"no Lipschitz rule for {type(layer).__name__}; layers with a rule: {', '.join(known)}. "
         f"Add yours with @lipschitz.register"
     )
 

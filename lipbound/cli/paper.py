@@ -75,7 +75,9 @@ def _check(name: str, names: list[str], given: dict[str, Any], tiny: bool) -> No
 
     for each in names:
         if each not in steps.EXPERIMENTS:
-            raise ValueError(f"unknown {each!r}; choose from {', '.join(steps.EXPERIMENTS)}, all")
+            raise ValueError(
+                f"unknown {each!r}; choose one of: {', '.join(steps.EXPERIMENTS)}, all"
+            )
     for option in given:
         takers = steps.TAKES[option]
         if not {*takers} & {*names}:

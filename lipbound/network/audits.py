@@ -230,6 +230,8 @@ def audit_weights(
     with within(minutes):
         layers = layer_reports(kernels, Options(rtol, method=method), progress)
         note = joined(_cut_short(layers, minutes), note)
+    used = ", ".join(f"{name} {geometry.get(name, 1)}" for name in ("stride", "dilation", "groups"))
+    note = joined(f"assumed for every kernel: {used}", note)
     reason = "the weights come without an architecture, so there is no network to bound"
     return Audit(layers, math.inf, 0.0, reason, (), product(layers), None, note=note)
 

@@ -16,6 +16,7 @@ from lipbound.modules import batch_norm_gains
 from lipbound.network.findings import LayerReport
 from lipbound.network.rules import Options
 from lipbound.network.rules.values import layer_bracket, up
+from lipbound.registry import unknown
 from lipbound.runtime import Progress, silent, time_is_up
 
 
@@ -25,7 +26,7 @@ def layer_reports(
 ) -> tuple[LayerReport, ...]:
     """Bound each convolution, Linear and BatchNorm layer of a model, or each given layer."""
     if options.method not in BOUNDS:
-        raise ValueError(f"unknown method {options.method!r}; choose from {', '.join(BOUNDS)}")
+        raise unknown("method", options.method, BOUNDS)
     named = dict(source.named_modules() if isinstance(source, nn.Module) else source)
     linear = {
         name: layer

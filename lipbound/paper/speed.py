@@ -34,6 +34,7 @@ import lipbound
 from lipbound.paper.networks import NAMES, Layers
 from lipbound.penalty import plain
 from lipbound.penalty.penalty import Penalty
+from lipbound.registry import unknown
 from lipbound.row_energies import row_peaks
 from lipbound.runtime import pick_device, widened
 from lipbound.symbols import grid, positions, radians
@@ -253,7 +254,7 @@ def speed(
     for kind, chosen, known in (("network", names, NAMES), ("method", methods, METHODS)):
         for name in chosen:
             if name not in known:
-                raise ValueError(f"unknown {kind} {name!r}; there are {', '.join(known)}")
+                raise unknown(kind, name, known)
     return _records(names, pick_device(device), methods)
 
 

@@ -167,7 +167,7 @@ def _chosen(model: nn.Module, exclude: Exclude | Iterable[Exclude]) -> dict[str,
         matched = [name for name, module in layers.items() if _matches(rule, name, module)]
         if not matched:
             raise ValueError(
-                f"exclude={rule!r} matches no layer; there are {', '.join(layers) or 'none'}"
+                f"exclude={rule!r} matches no layer; the layers are {', '.join(layers) or 'none'}"
             )
         layers = {name: module for name, module in layers.items() if name not in matched}
     for classifier in linear[-1:]:  # the paper leaves it out

@@ -300,8 +300,7 @@ def summary(audit: Audit) -> list[str]:
             f"the network differs by at most {audit.error:.2g} from a function with this constant; "
             f"certify subtracts this difference"
         )
-    if audit.note:
-        lines.append(audit.note)
+    lines += filter(None, audit.note.split("; "))
     if audit.lower > 0:
         lines.append(f"lower bound, the largest Jacobian norm found: {audit.lower:.4g}")
     lines.append(

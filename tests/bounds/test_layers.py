@@ -137,7 +137,7 @@ BAD = {
         "'wide' is not one of best",
     ),
     "method": (lambda: bound(KERNEL, "lipbond"), ValueError, "'lipbond'.*did you mean 'lipbound'"),
-    "estimate": (lambda: estimate(KERNEL, "sedghi"), ValueError, "there are polygrid, power"),
+    "estimate": (lambda: estimate(KERNEL, "sedghi"), ValueError, "choose one of: polygrid, power"),
     "option": (
         lambda: bound(KERNEL, strid=2),
         TypeError,

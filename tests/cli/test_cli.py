@@ -200,6 +200,7 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
     assert code == 0
     assert "layer3.0.conv2.weight" in out
     assert "without an architecture, so there is no network" in out
+    assert "\nassumed for every kernel: stride 2, dilation 1, groups 1\n" in out
     (tmp_path / "mine.py").write_text(
         "from lipbound.robust.models import ResNet\ndef build():\n    return ResNet(8)\n"
         "def leave():\n    raise SystemExit(5)\n"
@@ -328,6 +329,7 @@ def test_what_weights_alone_leave_out_is_said(monkeypatch, capsys, tmp_path):
     one = torch.ones(1, 1, 3)
     torch.save({"a": one, "fc.weight": one[0], "b.running_var": one[0, 0]}, tmp_path / "w.pt")
     _, out, _ = run(monkeypatch, capsys, "audit", str(tmp_path / "w.pt"), "--json")
+    assert "assumed for every kernel: stride 1, dilation 1, groups 1; " in json.loads(out)["note"]
     assert re.search(r"1 left out \(matrices.*fc\.weight; 1 left out \(BatchNorm.*: b$",
                      json.loads(out)["note"])  # fmt: skip
 

@@ -519,7 +519,10 @@ def test_which_layers_are_factors():
     ("call", "message"),
     [
         (lambda m: Penalty(m, method="gram"), r"method='gram' is not one of lipbound, polygrid"),
-        (lambda m: Penalty(m, exclude="conv9"), r"exclude='conv9' matches no layer; there are 0"),
+        (
+            lambda m: Penalty(m, exclude="conv9"),
+            r"exclude='conv9' matches no layer; the layers are 0",
+        ),
         (lambda m: Penalty(m, exclude=3), r"exclude=3 is not a name, type or function"),
         (lambda m: Penalty(m, include_batchnorm="fold"), r"include_batchnorm='fold' is not True"),
         (lambda m: Penalty(m, floor=0.0), r"floor=0.0 must be positive"),

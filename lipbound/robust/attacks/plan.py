@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lipbound.cuda_graphs import Replay
 from lipbound.modules import frozen
+from lipbound.registry import unknown
 from lipbound.robust.attacks.autoattack import autoattack
 from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.attacks.carlini_wagner import carlini_wagner
@@ -82,9 +83,9 @@ class Plan:
             ("attack", self.attacks, ATTACKS), ("ball", (self.ball,), BALLS),
             ("loss", (self.loss,), LOSSES), ("precision", (self.precision,), SLACK),
         ):  # fmt: skip
-            unknown = [name for name in names if name not in table]
-            if unknown:
-                raise ValueError(f"unknown {kind} {unknown[0]!r}; there are {', '.join(table)}")
+            for name in names:
+                if name not in table:
+                    raise unknown(kind, name, table)
         for name in ("iterations", "restarts", "searches", "search_steps", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from lipbound.registry import unknown
 from lipbound.robust.data import packed, sets
 from lipbound.robust.data.sets import Data, in_memory
 
@@ -30,5 +31,5 @@ def data_set(name: str, folder: Path | None = None) -> Data:
         ValueError: If the name is unknown, or the files are missing or damaged.
     """
     if name not in DATA:
-        raise ValueError(f"unknown data {name!r}; there are {', '.join(DATA)}")
+        raise unknown("data", name, DATA)
     return DATA[name](folder)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, get_type_hints
 
+from lipbound.registry import unknown
 from lipbound.robust.attacks.balls import BALLS
 
 SCHEDULES = ("steps", "onecycle", "constant")
@@ -201,12 +201,12 @@ def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) 
     """
     for kind, name, table in (("arm", arm, ARMS), ("preset", preset, PRESETS)):
         if name is not None and name not in table:
-            raise ValueError(f"unknown {kind} {name!r}{_close(name, table)}")
+            raise unknown(kind, name, table)
     chosen = {**(PRESETS[preset] if preset else {}), **ARMS[arm], "arm": arm, **changes}
     names = {f.name for f in dataclasses.fields(Settings)}
     for name in chosen:
         if name not in names:
-            raise ValueError(f"unknown setting {name!r}{_close(name, names)}")
+            raise unknown("setting", name, sorted(names))
     result = Settings(**chosen)
     for name in ("attack", "penalty"):
         value = getattr(result, name)
@@ -232,7 +232,7 @@ def parse(text: str) -> tuple[str, Any]:
     if not equals:
         raise ValueError(f"--set {text!r} is not NAME=VALUE")
     if name not in kinds:
-        raise ValueError(f"--set {text!r}: unknown setting {name!r}{_close(name, kinds)}")
+        raise ValueError(f"--set {text!r}: {unknown('setting', name, sorted(kinds))}")
     kind = kinds[name]
     try:
         if kind is bool:
@@ -267,9 +267,3 @@ def from_dict(stored: dict[str, Any]) -> Settings:
         return Settings(**values)
     except TypeError as error:
         raise ValueError(f"the settings are from another version of lipbound: {error}") from None
-
-
-def _close(name: str, table: Any) -> str:
-    close = get_close_matches(str(name), list(table), n=1)
-    there = "; there are " + ", ".join(sorted(table))
-    return f"; did you mean {close[0]!r}?" if close else there

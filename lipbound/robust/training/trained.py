@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipbound.registry import unknown
 from lipbound.robust.data.sets import Data
 from lipbound.robust.models import MODELS, normalized
 from lipbound.robust.training import checkpoints
@@ -29,7 +30,7 @@ def _build(
     chosen: Settings, classes: int, inputs: int, mean: Sequence[float], std: Sequence[float]
 ) -> nn.Module:
     if chosen.model not in MODELS:
-        raise ValueError(f"unknown model {chosen.model!r}; there are {', '.join(MODELS)}")
+        raise unknown("model", chosen.model, MODELS)
     options: dict[str, Any] = {"classes": classes, "inputs": inputs}
     extra = {n: getattr(chosen, n) for n in ("dropout", "bias") if getattr(chosen, n)}
     if extra and not chosen.model.startswith(("wrn", "preact")):
