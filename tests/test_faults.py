@@ -285,7 +285,15 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "in a step",
+        pytest.param("in an epoch's check", marks=pytest.mark.slow),
+        "in the last check",
+        "in the test",
+    ],
+)
 def test_ctrl_c_saves_and_leaves(tmp_path, monkeypatch, moment):
     wanted, data = chosen("at", epochs=2, check_attack=1, held_out=0.4), blobs(channels=3)
     whole = train(wanted, data, tmp_path / "whole", device="cpu")

@@ -174,7 +174,7 @@ def test_groups_are_the_maximum_not_the_sum():
         assert together == pytest.approx(apart, rel=1e-9)
 
 
-SHAPES = [(2, 3, 3, 3), (3, 2, 4), (2, 2, 2, 3, 2), (3, 4)]
+SHAPES = [(2, 3, 3, 3), (3, 2, 4), (2, 1, 2, 3, 2), (3, 4)]
 
 
 @EACH_BOUND

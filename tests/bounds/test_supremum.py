@@ -205,7 +205,9 @@ def test_spectral_is_the_default_and_the_brackets_upper_end():
     assert exact(layer, (8, 8)) <= float(tighter) < upper
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(15), *(pytest.param(n, marks=pytest.mark.slow) for n in range(15, 40))]
+)
 def test_gradients_on_a_ridge(seed):
     """Two taps: the symbol is largest on a line, where second derivatives are singular."""
     kernel = torch.zeros(1, 1, 2, 3, dtype=torch.float64)

@@ -38,7 +38,12 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+LATER = {"at", "lipreg"}  # parts of other arms
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LATER else []) for n in EXACT]
+)
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, name):
     wanted = chosen(**EXACT[name])
     data = blobs(channels=3)
@@ -496,7 +501,7 @@ def test_a_run_of_a_version_with_fewer_settings_goes_on(tmp_path):
 
 def test_the_best_is_chosen_on_held_out_images_alone(tmp_path, monkeypatch):
     data = blobs(400, channels=3)
-    train(chosen("at", epochs=5), data, tmp_path, device="cpu")
+    train(chosen("at", epochs=3), data, tmp_path, device="cpu")
     records = read(tmp_path / "records.jsonl")
     best = checkpoints.about(tmp_path / "best.safetensors")["record"]
     assert best["held_out_pgd_accuracy"] == max(r["held_out_pgd_accuracy"] for r in records)
