@@ -54,7 +54,7 @@ def test_the_same_as_if_all_layers_were_wide(monkeypatch, block):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("rtol", [1e-3, 1e-6])
+@pytest.mark.parametrize("rtol", [pytest.param(1e-3, marks=pytest.mark.slow), 1e-6])
 def test_finite_size_bracket_holds_the_svd(name, rtol):
     layer, size = build(name), LAYERS[name]["size"]
     for kernel in list(kernels(tuple(layer.weight.shape)).values())[::5]:
