@@ -46,14 +46,11 @@ class Descent:
     def __init__(self, networks: Networks):
         self.networks, self.who, self.chosen = networks, networks.who, networks.chosen
         self.parameters: list[Tensor] = list(networks.model.parameters())
+        chosen = self.chosen
         self.optimizer = torch.optim.SGD(
-            self.parameters,
-            self.chosen.lr,
-            self.chosen.momentum,
-            nesterov=self.chosen.nesterov,
-            weight_decay=self.chosen.weight_decay,
-            fused=self.who.device.type == "cuda",
-        )
+            self.parameters, chosen.lr, chosen.momentum, nesterov=chosen.nesterov,
+            weight_decay=chosen.weight_decay, fused=self.who.device.type == "cuda",
+        )  # fmt: skip
 
     def gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return loss and logits, and store the mean gradients over all processes in ``.grad``."""
@@ -209,10 +206,8 @@ class Run:
         """Return the accuracies of stored weights on the test set."""
         self.model.load_state_dict(weights)
         self.networks.evaluated.load_state_dict(weights)
-        split = self.data.test
-        clean, robust = measure(
-            self.networks, self.feed, split, torch.arange(len(split)), self.stop
-        )
+        split, every = self.data.test, torch.arange(len(self.data.test))
+        clean, robust = measure(self.networks, self.feed, split, every, self.stop)
         product = self.log10_product()
         return {"test_accuracy": clean, "test_pgd_accuracy": robust, "log10_product": product}
 
@@ -275,12 +270,8 @@ class Run:
 
     def _parts(self) -> dict[str, Any]:
         """Return what has a state of its own, by the name in a checkpoint."""
-        parts = {
-            "model": self.model,
-            "average": self.networks.average,
-            "momentum": self.descent,
-            "penalty": self.penalty,
-        }
+        parts = {"model": self.model, "average": self.networks.average,
+                 "momentum": self.descent, "penalty": self.penalty}  # fmt: skip
         return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -290,12 +281,8 @@ def penalty_of(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None
         return None
     batchnorm: dict[str, bool | str] = {"apart": True, "folded": "folded", "left out": False}
     return Penalty(
-        model,
-        chosen.penalty_weight,
-        chosen.penalty,
+        model, chosen.penalty_weight, chosen.penalty,
         include_batchnorm=batchnorm[chosen.batchnorm],
-        floor=chosen.floor or None,
-        samples=chosen.samples or None,
-        iterations=chosen.iterations,
-        input_shape=data.input_shape,
-    )
+        floor=chosen.floor or None, samples=chosen.samples or None,
+        iterations=chosen.iterations, input_shape=data.input_shape,
+    )  # fmt: skip
