@@ -6,17 +6,18 @@ It uses the records of ``table2`` and computes nothing itself.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from lipbound.paper import table2
-from lipbound.paper.gaps import JACOBIANS, colors_of, plain
+from lipbound.paper.gaps import plain
 from lipbound.paper.request import Request
 from lipbound.report.figures import tidy
 from lipbound.report.markdown import table
-from lipbound.robust.attacks.plan import SLACK
 
 ON, TINY = table2.ON, table2.TINY
 MEANS, STEPS = "Jacobian norm, mean", "C&W 0.8 after 20 and 200 iterations"
+JACOBIANS = {"at": 6.4, "at+lipreg": 4.15, "baseline": 45.2, "lipreg": 45.9}
 PAPER: dict[str, dict[str, Any]] = {
     MEANS: JACOBIANS,
     STEPS: {"at": (0.464, 0.334), "at+pm": (0.476, 0.419), "at+lipreg": (0.499, 0.438)},
@@ -28,15 +29,6 @@ Arms = dict[str, dict[str, Any]]
 
 def compute(request: Request) -> dict[str, Any]:
     return from_cells(table2.compute(request)["cells"])
-
-
-def by_margin(network: dict[str, Any]) -> bool:
-    """Whether the curve against iterations was counted by the first version of the attack.
-
-    That version counted an image as broken only when it was wrong by a margin. The first trainings
-    of tiers A and A0 are recorded in this way; later records name the precision of the attack.
-    """
-    return "precision" not in network
 
 
 def from_cells(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -51,12 +43,12 @@ def from_cells(cells: list[dict[str, Any]]) -> dict[str, Any]:
                 "against_iterations": found["pgd"]["against_iterations"],
                 "against_steps": found.get("against_steps"),
                 "plain": plain(cell),
-                "margin": SLACK[found["plan"]["precision"]] if by_margin(found) else None,
             }
     return {"tiers": tiers}
 
 
-def report(record: dict[str, Any]) -> str:
+def report(record: dict[str, Any], note: str = "") -> str:
+    """Return the report; ``note`` follows what it says of the curves."""
     rows = []
     for tier, arms in record["tiers"].items():
         for label, found in arms.items():
@@ -91,33 +83,10 @@ def report(record: dict[str, Any]) -> str:
 The figure shows the final networks of the first seed. PGD has one restart. Networks trained
 without attacks lie below the range of the curves. {drawn} The paper's numbers are from its first
 author's thesis. The curves are counted during the search, before its images are checked again in
-float32.{_margins(record["tiers"])}
+float32.{note}
 
 {table([*heads, "at the end"], rows)}
 {_steps(record["tiers"])}"""
-
-
-def _margins(tiers: dict[str, Arms]) -> str:
-    """Describe curves that are too high because an image had to be wrong by a margin."""
-    named = []
-    for tier, arms in tiers.items():
-        margins = {label: arm["margin"] for label, arm in arms.items() if arm.get("margin")}
-        if margins:
-            starts = [arms[label]["against_iterations"].get("0", 0.0) for label in margins]
-            above = max(
-                start - arms[label]["clean"] for label, start in zip(margins, starts, strict=True)
-            )
-            excess = (
-                f", up to {100 * above:.1f} points above clean at the start" if above > 0 else ""
-            )
-            sizes = " or ".join(f"{margin:g}" for margin in sorted({*margins.values()}))
-            named.append(f"{', '.join(margins)} of tier {tier} (margin {sizes}{excess})")
-    if not named:
-        return ""
-    return (
-        " Some curves lie too high, because the attack then counted an image as broken only when "
-        f"it was wrong by a margin: {'; '.join(named)}."
-    )
 
 
 def _steps(tiers: dict[str, Arms]) -> str:
@@ -141,6 +110,13 @@ def _steps(tiers: dict[str, Arms]) -> str:
 
 def _fell(first: float, last: float) -> list[str]:
     return [f"{100 * first:.1f}", f"{100 * last:.1f}", f"{100 * (first - last):.1f}"]
+
+
+def colors_of(labels: Iterable[str]) -> dict[str, str]:
+    """Return arm → colour, the same in every figure; ``at`` and ``baseline`` are grey."""
+    grey = {"at": "#333333", "baseline": "#aaaaaa"}
+    others = [label for label in dict.fromkeys(labels) if label not in grey]
+    return {**grey, **{label: f"C{i % 10}" for i, label in enumerate(others)}}
 
 
 def figure(record: dict[str, Any], pyplot: Any) -> Any:

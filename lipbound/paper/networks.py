@@ -1,29 +1,22 @@
 """The shapes of the layers of the 17 networks in the paper's efficiency table.
 
-``python -m lipbound.paper.networks`` writes the table of shapes from torchvision's definitions. The
-package contains this table, so torchvision need not be installed.
+``python -m tools.networks`` writes the table of shapes from torchvision's definitions. The package
+contains this table, so torchvision need not be installed.
 """
 
 from __future__ import annotations
 
 import json
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lipbound.modules import input_shapes
-
 NAMES = (
     "alexnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
     "densenet121", "densenet161", "densenet169", "densenet201",
     "vgg11", "vgg13", "vgg16", "vgg19", "wide_resnet50_2", "squeezenet1_0", "squeezenet1_1",
-)  # fmt: skip
-INPUT = (3, 224, 224)
-FIELDS = (
-    "name", "in", "out", "kernel", "stride", "padding", "dilation", "groups", "bias", "input",
 )  # fmt: skip
 
 
@@ -59,42 +52,3 @@ class Layers(nn.Module):
         self.convolutions = nn.ModuleList(layers)
         self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in shapes["norms"])
         self.linears = nn.ModuleList(nn.Linear(i, o) for i, o in shapes["linears"])
-
-
-def shapes(model: nn.Module) -> dict[str, Any]:
-    """Return the shapes of a runnable model's layers, and each convolution's input size."""
-    sizes = input_shapes(model, INPUT)
-    modules = dict(model.named_modules())
-    return {
-        "convolutions": [
-            [
-                name, m.in_channels, m.out_channels, m.kernel_size, m.stride, m.padding,
-                m.dilation, m.groups, m.bias is not None, sizes[name][1:],
-            ]
-            for name, m in modules.items()
-            if isinstance(m, nn.Conv2d)
-        ],
-        "norms": [m.num_features for m in modules.values() if isinstance(m, nn.BatchNorm2d)],
-        "linears": [
-            [m.in_features, m.out_features] for m in modules.values() if isinstance(m, nn.Linear)
-        ],
-    }  # fmt: skip
-
-
-def main() -> None:
-    import torchvision
-
-    found = {name: shapes(getattr(torchvision.models, name)(weights=None)) for name in NAMES}
-    record = {
-        "made_by": "python -m lipbound.paper.networks",
-        "torchvision": torchvision.__version__,
-        "convolution": FIELDS,
-        "networks": found,
-    }
-    path = Path(str(resources.files("lipbound"))) / "data" / "networks.json"
-    path.write_text(json.dumps(record, separators=(",", ":")))
-    print(f"wrote {path.name}: {len(found)} networks")
-
-
-if __name__ == "__main__":
-    main()

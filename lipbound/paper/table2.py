@@ -9,31 +9,23 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from lipbound.paper import gaps
 from lipbound.paper.gaps import (
     COLUMNS,
-    JACOBIANS,
     PAPER,
     SEEDS,
-    WEIGHT,
     WHOLE,
-    Deviation,
+    Gaps,
+    Pair,
     against,
     attacked,
-    data,
-    dose,
     grouped,
     held,
-    jacobian_ratio,
     paper_arms,
     paper_gaps,
-    peak,
     plain,
-    pooled,
-    verdict,
     whole,
 )
 from lipbound.paper.request import Request
@@ -138,8 +130,6 @@ TINY = Tier(
     images=30, autoattack=0, jacobians=10, doubts=False, preset="digits",
 )  # fmt: skip
 ALL = {**TIERS, "tiny": TINY}
-GAPS = (*COLUMNS, *WHOLE)
-DOSED = ("clean", "PGD", "C&W 0.8")
 SMOOTH = ("log10 bound", "Jacobian, median")
 WORDS = """- A *tier* is a plan of trainings: one network on one data set, with one schedule.
 - An *arm* is a way of training:
@@ -161,6 +151,11 @@ TRIED = (
     "Penalty weights that were tried with the first seed. Held-out images chose among them, so "
     "these networks were not attacked further. Accuracies are in per cent: on held-out images over "
     "the last five epochs, and in training in the last epoch.\n"
+)
+INTERVALS = (
+    "Differences between final networks of the same seed on the same images, in points. The 95 % "
+    "intervals count images and seeds; that of one seed counts the images alone. Differences are "
+    f"**bold** where at least {SEEDS} seeds give an interval without zero.\n"
 )
 
 
@@ -204,93 +199,19 @@ def without_pilots(tiers: dict[str, Any]) -> dict[str, Any]:
     return {name: tiers[name] for name in tiers if not ALL[name].pilot} or tiers
 
 
-def figure(record: dict[str, Any], pyplot: Any) -> Any:
-    return gaps.figure(without_pilots(by_tier(record["cells"])), pyplot)
-
-
 def report(record: dict[str, Any]) -> str:
-    tiers = by_tier(record["cells"])
-    return f"## Table 2: robustness on CIFAR\n\n{WORDS}\n{doses(tiers)}\n{details(tiers)}"
-
-
-def details(tiers: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Return the paper's table, the method of the intervals, the figure and all tiers' tables."""
-    deviations = pooled(tiers.values())
-    drawn = "![Differences between the arms, with intervals](table2.svg)\n"
-    parts = [f"{_paper()}\n{_intervals(deviations)}\n{drawn}"]
-    for name, cells in tiers.items():
-        tables = (_table(cells), _differences(cells, deviations), _fit(cells), _tried(cells))
-        about = _arms(ALL[name], grouped(cells))
-        body = "\n".join(part for part in tables if part)
-        parts.append(f"### Tier {name}\n\n{ALL[name].says}. {about}\n\n{body}")
+    parts = [f"## Table 2: robustness on CIFAR\n\n{WORDS}\n{paper_table()}"]
+    for name, cells in by_tier(record["cells"]).items():
+        differences = difference_table(cells, against(cells), COLUMNS)
+        parts.append(section(name, cells, f"{INTERVALS}\n{differences}" if differences else ""))
     return "\n".join(parts)
 
 
-def doses(tiers: Mapping[str, list[dict[str, Any]]], more: list[list[str]] | None = None) -> str:
-    """Return the effect of the paper's regularizer and its dose, one line for each tier.
-
-    Args:
-        tiers: Result of :func:`by_tier`.
-        more: Further rows of the table.
-    """
-    deviations, rows = pooled(tiers.values()), []
-    for name, cells in tiers.items():
-        groups = grouped(attacked(cells))
-        own, at = groups.get(f"at+lipreg {WEIGHT:g}"), groups.get("at")
-        if own is None or at is None or (share := dose(own[0])) is None:
-            continue
-        found = against(cells, deviations)[own[0]["label"], "at"]
-        shown = [gap(found[column]) if column in found else "" for column in DOSED]
-        tier = f"{name} ({data(own[0])}), {gaps.seeds(len(own))}"
-        rows.append((share, [tier, *dosed(own, at), *shown]))
-    if not rows:
-        return ""
-    theirs = []
-    for on, arms in PAPER.items():
-        ratio = f"{JACOBIANS['at+lipreg'] / JACOBIANS['at']:.2f}" if on == "cifar10" else ""
-        pairs = zip(COLUMNS, arms["at+lipreg"], arms["at"], strict=False)
-        told = {column: f"{100 * (one - two):+.1f}" for column, one, two in pairs}
-        theirs.append([f"the paper ({on})", "1", ratio, "", *(told[name] for name in DOSED)])
-    lines = [*(more or []), *(row for _, row in sorted(rows)), *theirs]
-    heads = ["tier", "dose", "Jacobian ratio", "accuracy in training", *DOSED]
-    return (
-        "The *dose* is the sum of the learning rate over all steps, relative to the paper's. It "
-        "says how far a penalty of the same weight could move the network. The *Jacobian ratio* is "
-        f"the mean norm of the Jacobians of `at+lipreg {WEIGHT:g}` at test images, over that of "
-        "`at`. The accuracy in training is that of `at` and of `at+lipreg`, in per cent, on "
-        "attacked training images in the last epoch. The other columns are the differences in "
-        "accuracy between the two, in points.\n\n"
-        f"{table(heads, lines)}\n"
-    )
-
-
-def dosed(own: list[dict[str, Any]], at: list[dict[str, Any]]) -> list[str]:
-    """Return dose, Jacobian ratio, and the accuracies in training of ``at`` and of the arm."""
-    fitted = [
-        _shown([statistics.fmean(cell["epochs"][-1]["train_accuracy"] for cell in cells)])
-        for cells in (at, own)
-    ]
-    return [f"{dose(own[0]):.3f}", f"{jacobian_ratio(own, at):.2f}", " and ".join(fitted)]
-
-
-def _intervals(deviations: Mapping[str, Deviation]) -> str:
-    """Describe how the intervals are computed."""
-    known = ", ".join(f"{100 * one.value:.1f} for {name}" for name, one in deviations.items())
-    one = (
-        "One seed says nothing about other seeds. Its interval is therefore widened by the "
-        f"deviation over seeds, pooled over arms with {SEEDS} seeds or more (in points: {known}). "
-        "This assumes that seeds matter as much in one tier as in another."
-        if known
-        else "The interval of one seed counts the images alone."
-    )
-    return (
-        "All intervals are 95 % intervals of differences between final networks of the same seed "
-        f"on the same images. They count images and seeds. {one} Differences are **bold** where at "
-        f"least {SEEDS} seeds give an interval without zero; fewer seeds get no verdict. PGD is "
-        "the strong attack on the first test images. PGD-10 is the weak attack that is used in "
-        "training, on all test images. Its outcomes image by image were not recorded, so the share "
-        "of the images in its interval is estimated from the images that PGD attacked.\n"
-    )
+def section(name: str, cells: list[dict[str, Any]], *tables: str) -> str:
+    """Return a tier's section: its plan and accuracies, the given tables, and what was tried."""
+    about = _arms(ALL[name], grouped(cells))
+    body = "\n".join(part for part in (_accuracies(cells), *tables, _tried(cells)) if part)
+    return f"### Tier {name}\n\n{ALL[name].says}. {about}\n\n{body}"
 
 
 def _arms(tier: Tier, named: Collection[str]) -> str:
@@ -313,7 +234,8 @@ def _arms(tier: Tier, named: Collection[str]) -> str:
     )
 
 
-def _paper() -> str:
+def paper_table() -> str:
+    """Return the table of the paper's accuracies."""
     rows = [
         [data, arm, *(f"{100 * value:.1f}" for value in values)]
         for data, arms in PAPER.items()
@@ -327,7 +249,8 @@ def _paper() -> str:
     )
 
 
-def _shown(found: list[float | None], scale: float = 100, digits: int = 1) -> str:
+def shown(found: list[float | None], scale: float = 100, digits: int = 1) -> str:
+    """Return the mean of the values that are known, with their deviation if there are several."""
     values = [value for value in found if value is not None]
     if not values:
         return ""
@@ -339,22 +262,25 @@ def smooth(networks: list[dict[str, Any]]) -> list[str]:
     """Return the certified bound and the median norm of the Jacobians."""
     bounds = [network["log10_lipschitz"]["upper"] for network in networks]
     norms = [network["jacobian_norms"]["quantiles"][3] for network in networks]
-    return [_shown(bounds, 1), _shown(norms, 1, 2)]
+    return [shown(bounds, 1), shown(norms, 1, 2)]
 
 
-def _table(cells: list[dict[str, Any]]) -> str:
+def _accuracies(cells: list[dict[str, Any]]) -> str:
     """Return the table of accuracies of the final and the best networks."""
     cells, rows = attacked(cells), []
+    if not cells:
+        return ""
     for kind in ("final", "best"):
         for label, group in grouped(cells).items():
             entries = [[entry(cell[kind]) for cell in group] for entry in COLUMNS.values()]
-            columns = [_shown([e["accuracy"] for e in found if e]) for found in entries]
-            columns += [_shown([whole(cell, kind, name) for cell in group]) for name in WHOLE]
+            columns = [shown([e["accuracy"] for e in found if e]) for found in entries]
+            columns += [shown([whole(cell, kind, name) for cell in group]) for name in WHOLE]
             rows.append([label, kind, str(len(group)), *columns])
     if "at" not in grouped(cells):  # compare with the paper's arms instead
         for arm, values in paper_arms(cells[0]).items():
-            shown = [f"{100 * value:.1f}" for value in values]
-            rows.append([f"*the paper's {arm}*", "", "", *shown, *[""] * (len(GAPS) - len(shown))])
+            theirs = [f"{100 * value:.1f}" for value in values]
+            unknown = [""] * (len(COLUMNS) + len(WHOLE) - len(theirs))
+            rows.append([f"*the paper's {arm}*", "", "", *theirs, *unknown])
     images = {cell["final"]["clean"]["images"] for cell in cells}
     return (
         "Accuracies in per cent, mean ± standard deviation over seeds, on the first "
@@ -374,40 +300,11 @@ def _automatic(cells: list[dict[str, Any]]) -> str:
     for label, group in grouped(cells).items():
         if not plain(group[0]):
             same = [outcomes(cell["final"]["pgd"])[:count] for cell in group]
-            left.append(f"{label} {_shown([float(right.double().mean()) for right in same])}")
+            left.append(f"{label} {shown([float(right.double().mean()) for right in same])}")
     return (
         f"\nAutoAttack was run on the first {count} of these images. PGD's accuracies on the same "
         f"{count} are: {', '.join(left)}.\n"
     )
-
-
-def _fit(cells: list[dict[str, Any]]) -> str:
-    """Return the table of bounds, Jacobians and fit of the final networks."""
-    cells, rows = attacked(cells), []
-    for label, group in grouped(cells).items():
-        finals = [cell["final"] for cell in group]
-        proved = [certified(final) for final in finals]
-        fitted = [cell["epochs"][-1]["train_accuracy"] for cell in group]
-        columns = [*smooth(finals), _shown(proved), _shown([peak(cell) for cell in group])]
-        columns += [_shown([held(cell) for cell in group]), _shown(fitted)]
-        rows.append([label, *columns])
-    seconds = statistics.fmean(cell["training_seconds"] for cell in cells)
-    heads = ["arm", *SMOOTH, "certified at 36/255", "held out, its peak", "held out, at the end"]
-    return (
-        "The final networks: their certified Lipschitz bound, the median spectral norm of their "
-        "Jacobians at test images, and the share of images that the bound certifies in L2. Then "
-        "the accuracy under PGD on held-out images, in the best epoch and over the last five; a "
-        "fall between the two is overfitting, and every seed holds out other images. Last, "
-        "the accuracy in the last epoch on the (attacked) training images.\n\n"
-        f"{table([*heads, 'in training'], rows)}\n\n"
-        f"A training took {seconds:.0f} s on average on {cells[0]['device']}. Other trainings may "
-        "have shared the device, so these times do not compare arms.\n"
-    )
-
-
-def certified(final: dict[str, Any]) -> float | None:
-    """Return the share of images whose L2 ball of radius 36/255 the bound certifies."""
-    return (final.get("certified") or {}).get("0.1412", {}).get("accuracy")
 
 
 def _tried(cells: list[dict[str, Any]]) -> str:
@@ -417,51 +314,29 @@ def _tried(cells: list[dict[str, Any]]) -> str:
     for cell in cells:
         if arms and cell["seed"] == 0 and cell["settings"]["arm"] in {*arms, "at"}:
             accuracies = [held(cell, clean=True), held(cell), cell["epochs"][-1]["train_accuracy"]]
-            shown = [_shown([accuracy]) for accuracy in accuracies]
-            rows.append([cell["label"], *shown, *smooth([cell["final"]])])
+            values = [shown([accuracy]) for accuracy in accuracies]
+            rows.append([cell["label"], *values, *smooth([cell["final"]])])
     heads = ["arm", "held out, clean", "held out, PGD", "in training", *SMOOTH]
     return f"{TRIED}\n{table(heads, rows)}\n" if rows else ""
 
 
-def _differences(cells: list[dict[str, Any]], deviations: Mapping[str, Deviation]) -> str:
-    rows, said, count = [], [], 0
-    for (label, other), found in against(cells, deviations).items():
+def difference_table(
+    cells: list[dict[str, Any]], found: dict[Pair, Gaps], columns: Collection[str]
+) -> str:
+    """Return the table of differences, each with the paper's below it; empty if there are none."""
+    rows = []
+    for (label, other), gaps in found.items():
+        rows.append([f"{label} − {other}", *gap_row(gaps, columns)])
         first = next(cell for cell in cells if cell["label"] == label)
-        theirs = paper_gaps(first) if other == "at" else {}
-        rows.append([f"{label} − {other}", *gap_row(found)])
-        count += sum(len(one["seeds"]) >= SEEDS for one in found.values())
-        if theirs:
-            rows.append(["*the paper's*", *paper_row(theirs)])
-        told: dict[str, list[str]] = {}
-        for name in found:
-            if name in theirs and len(found[name]["seeds"]) >= SEEDS:
-                told.setdefault(verdict(found[name], theirs[name]), []).append(name)
-        if told:
-            words = "; ".join(f"{', '.join(own)}: {word}" for word, own in told.items())
-            said.append(f"- `{label}` beside the paper's, in this tier's setting. {words}.")
-    if not rows:
-        return ""
-    chance = (
-        f" Chance alone makes about {0.05 * count:.1g} of {count} intervals miss zero."
-        if count
-        else f" No arm of this tier has {SEEDS} seeds, so there is no verdict."
-    )
-    return (
-        f"Differences between final networks, in points.{chance}\n\n"
-        + table(["", *GAPS], rows)
-        + "\n"
-        + ("\n" + "\n".join(said) + "\n" if said else "")
-    )
+        if other == "at" and (theirs := paper_gaps(first)):
+            told = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in columns]
+            rows.append(["*the paper's*", *told])
+    return f"{table(['', *columns], rows)}\n" if rows else ""
 
 
-def gap_row(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the measured differences in the columns ``GAPS``."""
-    return [gap(found[name]) if name in found else "" for name in GAPS]
-
-
-def paper_row(theirs: dict[str, float]) -> list[str]:
-    """Return the paper's differences in the same columns."""
-    return [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in GAPS]
+def gap_row(gaps: Gaps, columns: Iterable[str]) -> list[str]:
+    """Return the measured differences in these columns."""
+    return [gap(gaps[name]) if name in gaps else "" for name in columns]
 
 
 def gap(found: dict[str, Any]) -> str:
