@@ -1,9 +1,9 @@
 """Search for violations of lipbound's guarantees: ``python -m verify NAME [options]``.
 
-Each search, or *hunt*, is a module with ``options(parser)`` and ``hunt(chosen)``, which returns a
-record and the violations. An optional ``check_options(chosen)`` refuses wrong options. This file
-adds provenance, writes the record and sets the exit code: 0 without a violation, 1 with one, 2 for
-a wrong command line, 130 after an interruption.
+Each search, or *hunt*, is a module with ``hunt(chosen)``, which returns a record and violations. An
+optional ``options(parser)`` adds options, and ``check_options(chosen)`` refuses wrong ones. This
+file adds provenance, writes the record and sets the exit code: 0 without a violation, 1 with one, 2
+for a wrong command line, 130 after an interruption.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--out", type=Path, help="write the record to this file")
-    module.options(parser)
+    getattr(module, "options", lambda parser: None)(parser)
     chosen = parser.parse_args(words[1:])
     from lipbound.files import check_writable
 

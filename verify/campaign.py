@@ -12,16 +12,26 @@ code is 1 after a violation. ``--merge`` joins the records of a file, one per pa
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lipbound import files
+from lipbound.runtime import pick_device
+from verify.layer_checks import check_layers
+from verify.network_checks import check_networks
 from verify.tally import Tally
+from verify.worst_cases import search_kernels
 
 LAYERS = 64  # kernels per stack; changing it changes the meaning of a seed
 PROVENANCE = ("device", "torch", "lipbound", "threads")
@@ -32,28 +42,9 @@ class Task:
     """The seeds of one part that one worker checks."""
 
     part: str
-    first: int
-    stop: int
+    seeds: range
     device: str
     weights: tuple[Path, ...]
-
-
-def layers(task: Task) -> Tally:
-    from verify.layer_checks import check_layers
-
-    return check_layers(range(task.first, task.stop), LAYERS, task.device)
-
-
-def search(task: Task) -> Tally:
-    from verify.worst_cases import search_kernels
-
-    return search_kernels(range(task.first, task.stop), task.weights, task.device)
-
-
-def networks(task: Task) -> Tally:
-    from verify.network_checks import check_networks
-
-    return check_networks(range(task.first, task.stop), task.device)
 
 
 @dataclass(frozen=True)
@@ -66,9 +57,9 @@ class Part:
 
 
 PARTS = {
-    "layers": Part(layers, 8, 0.7),
-    "search": Part(search, 2, 0.08),
-    "networks": Part(networks, 20, 0.22),
+    "layers": Part(lambda task: check_layers(task.seeds, LAYERS, task.device), 8, 0.7),
+    "search": Part(lambda task: search_kernels(task.seeds, task.weights, task.device), 2, 0.08),
+    "networks": Part(lambda task: check_networks(task.seeds, task.device), 20, 0.22),
 }
 
 
@@ -79,7 +70,7 @@ def run_task(task: Task) -> dict[str, Any]:
     return {
         "experiment": "campaign",
         "part": task.part,
-        "seeds": [[task.first, task.stop]],
+        "seeds": [[task.seeds.start, task.seeds.stop]],
         **tally.record(),
         "seconds": round(time.perf_counter() - start, 3),
         **{k: v for k, v in files.provenance(task.device).items() if k in PROVENANCE},
@@ -97,7 +88,7 @@ class Schedule:
         part = min(self.spent, key=lambda name: self.spent[name] / PARTS[name].share)
         start, stop = next(self.next[part])
         self.spent[part] += 1e-3  # the time is not known yet; workers start on different parts
-        return Task(part, start, stop, device, weights)
+        return Task(part, range(start, stop), device, weights)
 
 
 def _free(done: Sequence[dict[str, Any]], part: str, first: int) -> Iterator[tuple[int, int]]:
@@ -159,11 +150,6 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
 
 def work(pipe: Any) -> None:
     """Run a worker: receive tasks and send records until the pipe closes."""
-    import signal
-    import warnings
-
-    import torch
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # PyTorch warns about unusual layers
@@ -173,16 +159,13 @@ def work(pipe: Any) -> None:
             try:
                 pipe.send(run_task(task))
             except Exception as error:
-                pipe.send(f"{task.part}, seeds {task.first} to {task.stop - 1}: {error!r}")
+                pipe.send(f"{task.part}, seeds {task.seeds[0]} to {task.seeds[-1]}: {error!r}")
     except (EOFError, BrokenPipeError):
         pass
 
 
 def campaign(path: Path, chosen: argparse.Namespace) -> list[str]:
     """Run until the time is up, and return the failures. The next run repeats their seeds."""
-    import multiprocessing
-    from multiprocessing.connection import wait
-
     os.environ["OMP_NUM_THREADS"] = "1"  # for the workers, before they import torch
     context = multiprocessing.get_context("spawn")
     schedule = Schedule(chosen.parts.split(","), files.read(path), chosen.seed)
@@ -285,8 +268,6 @@ def check_options(chosen: argparse.Namespace) -> None:
         raise ValueError(
             f"--workers {chosen.workers} --minutes {chosen.minutes}: both must be positive"
         )
-    from lipbound.runtime import pick_device
-
     pick_device(chosen.device)
     for path in chosen.weights:
         if not path.is_file():

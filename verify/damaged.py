@@ -69,18 +69,23 @@ def safetensors(folder: Path) -> str:
     return "w.safetensors"
 
 
-def training_run(folder: Path, name: str) -> str:
-    from lipbound.robust.data import DATA
-    from lipbound.robust.training.loop import train
-    from lipbound.robust.training.settings import settings
+def training_run(name: str) -> Callable[[Path], str]:
+    """Return a function that makes a finished run, and names the file of it to damage."""
 
-    made = folder.parent / ".run"
-    if not made.exists():  # made only once
-        chosen = settings("baseline", "digits", epochs=1, held_out=0.5)
-        train(chosen, DATA["digits"](None), made, device="cpu")
-    shutil.copytree(made, folder / "run", dirs_exist_ok=True)
-    found = sorted((folder / "run").rglob(name))[0]
-    return str(found.relative_to(folder))
+    def make(folder: Path) -> str:
+        from lipbound.robust.data import DATA
+        from lipbound.robust.training.loop import train
+        from lipbound.robust.training.settings import settings
+
+        made = folder.parent / ".run"
+        if not made.exists():  # made only once
+            chosen = settings("baseline", "digits", epochs=1, held_out=0.5)
+            train(chosen, DATA["digits"](None), made, device="cpu")
+        shutil.copytree(made, folder / "run", dirs_exist_ok=True)
+        found = sorted((folder / "run").rglob(name))[0]
+        return str(found.relative_to(folder))
+
+    return make
 
 
 def idx(folder: Path) -> str:
@@ -151,29 +156,20 @@ def loads(name: str) -> Callable[[Path], None]:
 
 
 AUDIT = ("--minutes", "0.05")
+RESUME = command(
+    "train", "--arm", "baseline", "--epochs", "1", "--set", "held_out=0.5", "--device", "cpu",
+    "--resume", "--out", "{}/run",
+)  # fmt: skip
 KINDS: dict[str, Kind] = {
     ".pt": Kind(zipped, command("audit", "{}/w.pt", *AUDIT)),
     ".pth of before PyTorch 1.6": Kind(legacy, command("audit", "{}/w.pth", *AUDIT)),
     ".safetensors": Kind(safetensors, command("audit", "{}/w.safetensors", *AUDIT)),
     "best.safetensors of a run": Kind(
-        lambda folder: training_run(folder, "best.safetensors"),
-        command("audit", "{}/run/best.safetensors", *AUDIT),
+        training_run("best.safetensors"), command("audit", "{}/run/best.safetensors", *AUDIT)
     ),
-    "settings.json of a run": Kind(
-        lambda folder: training_run(folder, "settings.json"),
-        command("train", "--arm", "baseline", "--epochs", "1", "--set", "held_out=0.5", "--device",
-                "cpu", "--resume", "--out", "{}/run"),
-    ),
-    "checkpoint of a run": Kind(
-        lambda folder: training_run(folder, "step-*.safetensors"),
-        command("train", "--arm", "baseline", "--epochs", "1", "--set", "held_out=0.5", "--device",
-                "cpu", "--resume", "--out", "{}/run"),
-    ),
-    "records.jsonl of a run": Kind(
-        lambda folder: training_run(folder, "records.jsonl"),
-        command("train", "--arm", "baseline", "--epochs", "1", "--set", "held_out=0.5", "--device",
-                "cpu", "--resume", "--out", "{}/run"),
-    ),
+    "settings.json of a run": Kind(training_run("settings.json"), RESUME),
+    "checkpoint of a run": Kind(training_run("step-*.safetensors"), RESUME),
+    "records.jsonl of a run": Kind(training_run("records.jsonl"), RESUME),
     "idx": Kind(idx, loads("fashion-mnist")),
     "CIFAR's pickles": Kind(cifar, loads("cifar10")),
     "packed images": Kind(packed, loads("packed-imagenette64")),

@@ -67,10 +67,14 @@ def timed(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def killed(command: list[str], seconds: float, begun: Callable[[], bool] = lambda: True) -> bool:
-    """Kill a command ``seconds`` after ``begun()`` is true; return whether it was still running."""
+def killed(command: list[str], seconds: float, written: Callable[[], object] | None = None) -> bool:
+    """Kill a command after ``seconds``, and return whether it was still running.
+
+    With ``written``, the seconds count from the moment when its value changes.
+    """
+    before = written() if written else None
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not begun() and process.poll() is None:
+    while written and written() == before and process.poll() is None:
         time.sleep(0.005)
     try:
         process.wait(seconds)
@@ -89,13 +93,9 @@ def train(count: int, draw: random.Random, folder: Path, epochs: int = EPOCHS) -
     share = whole / count
     steps: list[int] = []
     for _ in range(count):
-        before = set(folder.glob("killed/checkpoints/step-*"))
-        killed(
-            command("killed"),
-            draw.uniform(0, 1.5) * share,
-            # The first few may be killed before anything is saved.
-            lambda before=before: not steps or set(folder.glob("killed/checkpoints/*")) != before,  # type: ignore[misc]
-        )
+        # The first one may be killed before anything is saved.
+        saving = (lambda: set(folder.glob("killed/checkpoints/*"))) if steps else None
+        killed(command("killed"), draw.uniform(0, 1.5) * share, saving)
         saved = checkpoints.Folder(folder / "killed" / "checkpoints").newest()
         steps.append(0 if saved is None else saved[1]["step"])
     timed(command("killed"))
@@ -118,12 +118,7 @@ def checkpoint(count: int, draw: random.Random, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", SAVING, str(folder)]
     steps, wrong = [0], []
     for _ in range(count):
-        already = set(folder.glob("step-*"))
-        killed(
-            command,
-            draw.uniform(0, 0.1),
-            lambda already=already: set(folder.glob("step-*")) != already,  # type: ignore[misc]
-        )
+        killed(command, draw.uniform(0, 0.1), lambda: set(folder.glob("step-*")))
         found = checkpoints.Folder(folder).newest()
         if found is None or found[2] or not bool((found[0]["a"] == found[1]["step"]).all()):
             wrong.append(f"after step {steps[-1]}: {found and found[2]}")
@@ -137,12 +132,7 @@ def appended(count: int, draw: random.Random, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", APPENDING, str(path)]
     lines, wrong = [0], []
     for _ in range(count):
-        size = path.stat().st_size if path.exists() else 0
-        killed(
-            command,
-            draw.uniform(0, 0.1),
-            lambda size=size: path.exists() and path.stat().st_size != size,  # type: ignore[misc]
-        )
+        killed(command, draw.uniform(0, 0.1), lambda: path.exists() and path.stat().st_size)
         found = [r["step"] for r in files.read(path)]
         if found != list(range(len(found))) or len(found) < lines[-1]:
             wrong.append(f"after {lines[-1]} records: {found[-3:]}")

@@ -192,19 +192,19 @@ def check_stack(stack: Stack, tally: Tally) -> None:
         found = claims(stack)
     except Exception as error:  # refusing a valid layer is also a violation
         said = f"{type(error).__name__}: {error}"
-        tally.violations.append({"claim": "error", "at": [stack.seed], "message": said})
+        tally.violated("error", [stack.seed], said)
         return
     for claim in found:
         margins = claim.margins()
         tally.saw(claim.name, margins, [stack.seed])
         for index in claim.wrong():
             message = f"{claim.values[index]!r} against {claim.truth[index].item()!r}"
-            wrong = {"claim": claim.name, "at": [stack.seed, index], "message": message}
+            again = ""
             if all(v["claim"] != claim.name for v in tally.violations):  # one per claim is enough
                 one = replace(stack, kernels=stack.kernels[index : index + 1], families=())
                 small = shrink(one, simpler_layers, partial(fails, claim=claim.name))
-                wrong["reproduction"] = reproduction(small, claim.name)
-            tally.violations.append(wrong)
+                again = reproduction(small, claim.name)
+            tally.violated(claim.name, [stack.seed, index], message, again)
 
 
 def check_layers(seeds: range, layers: int, device: str = "cpu") -> Tally:

@@ -18,6 +18,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,22 +48,6 @@ class Case:
     unit: str = "result"
 
 
-def _leaky(slope: float) -> Case:
-    return Case(lambda x: F.leaky_relu(x, slope), (0.0,), 1)
-
-
-def _elu(alpha: float) -> Case:
-    return Case(lambda x: F.elu(x, alpha), (0.0,), 3)
-
-
-def _celu(alpha: float) -> Case:
-    return Case(lambda x: F.celu(x, alpha), (0.0,), 4)
-
-
-def _softplus(beta: float, threshold: float) -> Case:
-    return Case(lambda x: F.softplus(x, beta, threshold), (0.0, threshold / beta), 3)
-
-
 CASES: dict[str, Case] = {
     "relu": Case(F.relu, (0.0,), 0),
     "relu6": Case(F.relu6, (0.0, 6.0), 0),
@@ -88,13 +73,14 @@ CASES: dict[str, Case] = {
     "gelu tanh": Case(
         lambda x: F.gelu(x, approximate="tanh"), (0.0, 1.4177, -1.4177, -5.0), 8, "input",
     ),
-    **{f"leaky_relu {a}": _leaky(a) for a in (0.01, 1.1, -2.5, 0.1)},
+    **{f"leaky_relu {a}": Case(partial(F.leaky_relu, negative_slope=a), (0.0,), 1)
+       for a in (0.01, 1.1, -2.5, 0.1)},
     "prelu": Case(lambda x: F.prelu(x, torch.full((1,), -1.7).to(x)), (0.0,), 1),
     "rrelu": Case(lambda x: F.rrelu(x, 0.1, 2.3), (0.0,), 2),
     "dropout": Case(lambda x: F.dropout(x, 0.5, False), (0.0,), 0),
-    **{f"elu {a}": _elu(a) for a in (0.5, 1.0, 1.1, 3.0)},
-    **{f"celu {a}": _celu(a) for a in (0.3, 1.0, 2.7)},
-    **{f"softplus {b} {t}": _softplus(b, t)
+    **{f"elu {a}": Case(partial(F.elu, alpha=a), (0.0,), 3) for a in (0.5, 1.0, 1.1, 3.0)},
+    **{f"celu {a}": Case(partial(F.celu, alpha=a), (0.0,), 4) for a in (0.3, 1.0, 2.7)},
+    **{f"softplus {b} {t}": Case(partial(F.softplus, beta=b, threshold=t), (0.0, t / b), 3)
        for b, t in ((1.0, 20.0), (1000.0, 7.0), (3.0, 30.0), (-1.0, 20.0), (1.0, 14.0))},
     "softshrink": Case(lambda x: F.softshrink(x, 0.3), (-0.3, 0.3), 1, "input"),
     "threshold": Case(lambda x: F.threshold(x, 0.2, 0.2), (0.2,), 0),
@@ -180,10 +166,6 @@ def everything(names: Sequence[str] = tuple(CASES)) -> dict[str, dict[str, Any]]
         for name in names
         for dtype in (torch.float32, torch.float64)
     }
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add no options: this hunt has only the common ones."""
 
 
 def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

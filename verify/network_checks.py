@@ -190,27 +190,20 @@ def check_networks(seeds: range, device: str = "cpu") -> Tally:
                 outcomes["refused"] += 1
                 reasons["PyTorch does not run it in bfloat16"] += 1
                 continue
-            again = reproduction(model, shape, seed)
-            tally.violations.append(
-                {"claim": "error", "at": [seed], "message": said, "reproduction": again}
-            )
+            tally.violated("error", [seed], said, reproduction(model, shape, seed))
             continue
         outcomes["refused" if reason else "bounded"] += 1
         if reason:
             reasons[_short(reason)] += 1
             continue
         if any(isinstance(m, Sly) for m in model.modules()):
-            tally.violations.append({
-                "claim": "network", "at": [seed], "message": "a sly network was not refused",
-                "reproduction": reproduction(model, shape, seed),
-            })  # fmt: skip
+            said = "a sly network was not refused"
+            tally.violated("network", [seed], said, reproduction(model, shape, seed))
             continue
         tally.saw("network", [excess], [seed])
         if not excess >= -ROUNDING:
             small, smaller = shrink((model, shape), simpler_networks, partial(fails, seed=seed))
-            tally.violations.append({
-                "claim": "network", "at": [seed], "message": f"{upper!r} against {truth!r}",
-                "reproduction": reproduction(small, smaller, seed),
-            })  # fmt: skip
+            said = f"{upper!r} against {truth!r}"
+            tally.violated("network", [seed], said, reproduction(small, smaller, seed))
     tally.counts = {"outcomes": outcomes, "modules": kinds, "reasons": reasons}
     return tally

@@ -28,10 +28,6 @@ def _undivided(conv: Convolution) -> tuple[int, ...]:
     return tuple(t // math.gcd(a, t) for a, t in zip(conv.dilation, conv.stride, strict=True))
 
 
-def _half(angles: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda cover, scale: angles(cover, scale) / 2
-
-
 def _one_less(least: Callable[..., int]) -> Callable[..., int]:
     return lambda conv, axis, fine, coarse: max(1, least(conv, axis, fine, coarse) - 1)
 
@@ -49,7 +45,9 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "circular padding: stride taken whole where it does not divide the input": (
         Convolution, "symbol_stride", lambda _: _undivided,
     ),
-    "bracket: cells said to reach half as far": (cells.Cover, "_angles", _half),
+    "bracket: cells said to reach half as far": (
+        cells.Cover, "_angles", lambda angles: lambda cover, scale: angles(cover, scale) / 2,
+    ),
     "sized bracket: grid one point too small": (finite, "_least", _one_less),
 }  # fmt: skip
 """Fault → owner, name of its function, and how to make the wrong function from the right one."""
@@ -77,10 +75,6 @@ def seen_after(most: int = MOST, first: int = 0) -> tuple[int, str]:
             if claim.wrong():
                 return layers, claim.name
     return layers, ""
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add no options: this hunt has only the common ones."""
 
 
 def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -27,21 +27,25 @@ class Tally:
 
     def saw(self, name: str, margins: Iterable[float], place: list[int]) -> None:
         """Add the margins of one claim at ``place`` and index. Infinite margins are ignored."""
-        known = self.claims.setdefault(name, {"count": 0, "margin": None, "at": None})
         for index, margin in enumerate(margins):
-            known["count"] += 1
-            if math.isfinite(margin) and (known["margin"] is None or margin < known["margin"]):
-                known.update(margin=margin, at=[*place, index])
+            self._saw(name, 1, margin if math.isfinite(margin) else None, [*place, index])
+
+    def _saw(self, name: str, count: int, margin: float | None, place: list[int] | None) -> None:
+        known = self.claims.setdefault(name, {"count": 0, "margin": None, "at": None})
+        known["count"] += count
+        if margin is not None and (known["margin"] is None or margin < known["margin"]):
+            known.update(margin=margin, at=place)
+
+    def violated(self, claim: str, place: list[int], message: str, reproduction: str = "") -> None:
+        """Add a violation, with Python code that reproduces it if there is any."""
+        wrong = {"claim": claim, "at": place, "message": message}
+        self.violations.append(wrong | ({"reproduction": reproduction} if reproduction else {}))
 
     def add(self, other: Tally) -> None:
         """Add another tally."""
         self.count += other.count
         for name, theirs in other.claims.items():
-            mine = self.claims.setdefault(name, {"count": 0, "margin": None, "at": None})
-            mine["count"] += theirs["count"]
-            margin = theirs["margin"]
-            if margin is not None and (mine["margin"] is None or margin < mine["margin"]):
-                mine.update(margin=margin, at=theirs["at"])
+            self._saw(name, theirs["count"], theirs["margin"], theirs["at"])
         for axis, each in other.counts.items():
             self.counts.setdefault(axis, Counter()).update(each)
         self.violations += other.violations

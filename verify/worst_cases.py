@@ -136,10 +136,7 @@ def search_kernels(
             if claim.wrong():
                 said = f"{claim.values[0]!r} against {claim.truth[0].item()!r}"
                 stack = Stack(seed, (where,), options, None, settings=settings)
-                tally.violations.append({
-                    "claim": claim.name, "at": [seed], "message": said,
-                    "reproduction": reproduction(stack, claim.name),
-                })  # fmt: skip
+                tally.violated(claim.name, [seed], said, reproduction(stack, claim.name))
     return tally
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal, localcontext
 from itertools import pairwise
 
@@ -172,7 +173,7 @@ def quick(monkeypatch):
 
     def run(task):
         tally = Tally()
-        for seed in range(task.first, task.stop):
+        for seed in task.seeds:
             tally.count += 1
             tally.saw("claim", [1 / (seed + 1), math.inf], [seed])
         return tally
@@ -203,7 +204,7 @@ def test_seeds_go_on_where_the_file_ends_and_records_merge(quick, tmp_path, caps
     assert line["claims"]["claim"]["at"] == [seeds[-1][1] - 1, 0]
     assert before.strip() in capsys.readouterr().out
     free = campaign.Schedule(["layers"], files.read(path), 0)
-    assert free.task("cpu", ()).first == 0, "before what is used there is room"
+    assert free.task("cpu", ()).seeds.start == 0, "before what is used there is room"
 
 
 def test_a_violation_decides_the_exit_code(monkeypatch, tmp_path, capsys):
@@ -225,7 +226,9 @@ def test_a_violation_decides_the_exit_code(monkeypatch, tmp_path, capsys):
 def test_workers_run_and_stop(monkeypatch, tmp_path, capsys):
     """One worker process, one task: the real thing, ended by its deadline."""
     path = tmp_path / "campaign.jsonl"
-    monkeypatch.setitem(campaign.PARTS, "layers", campaign.Part(campaign.layers, 1, 1.0))
+    monkeypatch.setitem(
+        campaign.PARTS, "layers", replace(campaign.PARTS["layers"], seeds=1, share=1.0)
+    )
     options = ["--minutes", "0", "--workers", "1", "--parts", "layers", "--seed", "4"]
     assert main(["campaign", *options, "--out", str(path)]) == 0
     (line,) = files.read(path)
