@@ -7,6 +7,7 @@ code: they are read from safetensors, or from PyTorch files with ``weights_only`
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import platform
@@ -67,7 +68,7 @@ def clean(folder: Path, name: str = "*") -> None:
         folder: Folder to search.
         name: Name of the file that was being written; all files by default.
     """
-    for rest in folder.glob(f".{name if name == '*' else _literal(name)}.*.part"):
+    for rest in folder.glob(f".{name if name == '*' else glob.escape(name)}.*.part"):
         if not _running(rest.name.split(".")[-2].split("-")[0]):
             with contextlib.suppress(OSError):
                 rest.unlink(missing_ok=True)
@@ -212,10 +213,6 @@ def _running(process: str) -> bool:
     except (ValueError, OverflowError, OSError):
         pass  # no process of ours wrote it, or it runs and belongs to another user
     return True
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _refusal(path: Path, error: OSError) -> OSError:

@@ -78,13 +78,9 @@ def one_blas_thread() -> Iterator[None]:
     and the last caller to leave, in any thread, removes it.
     """
     global _holders
-    controller = _controller()
-    if controller is None:
-        yield
-        return
     with _lock:
         if _holders == 0:
-            _limits.enter_context(controller.limit(limits=1))
+            _limits.enter_context(_controller().limit(limits=1))
         _holders += 1
     try:
         yield
@@ -97,11 +93,9 @@ def one_blas_thread() -> Iterator[None]:
 
 @cache
 def _controller() -> Any:
-    try:
-        import scipy.linalg.cython_lapack  # noqa: F401  loads the library
-        from threadpoolctl import ThreadpoolController
-    except ImportError:
-        return None
+    import scipy.linalg.cython_lapack  # noqa: F401  loads the library
+    from threadpoolctl import ThreadpoolController
+
     found, torchs = ThreadpoolController(), Path(torch.__file__).parent
     paths = [library["filepath"] for library in found.select(user_api="blas").info()]
     return found.select(filepath=[path for path in paths if torchs not in Path(path).parents])

@@ -142,15 +142,10 @@ def samples_per_axis(sizes: Sequence[int], samples: int | None) -> tuple[int, ..
     return tuple(counts)
 
 
-def _cosine(samples: int, spread: int) -> float:
-    return 1 / math.cos(math.pi * spread / (2 * samples))
-
-
-def _paper(samples: int, spread: int) -> float:
-    return 1 / math.sqrt(1 - spread / samples)
-
-
-WIDENINGS: dict[str, Callable[[int, int], float]] = {"cosine": _cosine, "paper": _paper}
+WIDENINGS: dict[str, Callable[[int, int], float]] = {
+    "cosine": lambda samples, spread: 1 / math.cos(math.pi * spread / (2 * samples)),
+    "paper": lambda samples, spread: 1 / math.sqrt(1 - spread / samples),
+}
 """Factor per axis by name, from the samples S and the taps' spread 2d = m − 1."""
 
 

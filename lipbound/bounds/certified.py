@@ -78,17 +78,13 @@ def _problems(
         coefficients = double(taps(whole)).unflatten(0, (len(names), -1))
         largest = torch.linalg.vector_norm(coefficients.flatten(1), math.inf, dim=1).tolist()
         exponents = [math.frexp(most or 1.0)[1] - 1 for most in largest]
-        for power in (lambda e: e // 2, lambda e: e - e // 2):  # 2^-e may overflow
-            scale = torch.tensor([2.0 ** power(e) for e in exponents], dtype=torch.float64)
-            coefficients = coefficients / scale.to(coefficients.device).reshape(
-                -1, *[1] * (coefficients.ndim - 1)
-            )
+        halves = [(2.0 ** (e // 2), 2.0 ** (e - e // 2)) for e in exponents]  # 2^-e may overflow
+        for scale in torch.tensor(halves, dtype=torch.float64).to(coefficients.device).unbind(1):
+            coefficients = coefficients / scale.reshape(-1, *[1] * (coefficients.ndim - 1))
         for i, name in enumerate(names):
             zero = largest[i] == 0
             mine = torch.ones_like(coefficients[i]) if zero else coefficients[i]
-            e = exponents[i]
-            scales = (2.0 ** (e // 2), 2.0 ** (e - e // 2))
-            problems[name] = _Problem(convs[name], _wide(mine), scales, zero)
+            problems[name] = _Problem(convs[name], _wide(mine), halves[i], zero)
     return {name: problems[name] for name in convs}
 
 
@@ -197,14 +193,8 @@ def bracket(
         >>> found.lower <= 9 <= found.upper <= 9.01, found.certified
         (True, True)
     """
-    _check_rtol(rtol)
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
-
-    def run() -> Bracket:
-        problem = _problems({"": conv}, device)[""]
-        return _finish(problem, _search([problem], rtol)[0], rtol)
-
-    return in_pieces(run)
+    return brackets({"": conv}, rtol, device=device)[""]
 
 
 def brackets(
@@ -242,14 +232,14 @@ def brackets(
         shape, place = problem.taps.shape[1:], problem.taps.device
         groups.setdefault((tuple(shape), place), []).append(name)
     found: dict[str, Bracket] = {}
-    parts = [part for names in groups.values() for part in _batched(names, TOGETHER)]
+    parts = [
+        names[start : start + TOGETHER]
+        for names in groups.values()
+        for start in range(0, len(names), TOGETHER)
+    ]
     for names in progress(parts, "layers"):
         found |= in_pieces(partial(_bracketed, {name: problems[name] for name in names}, rtol))
     return {name: found[name] for name in layers}
-
-
-def _batched(names: Sequence[str], count: int) -> list[Sequence[str]]:
-    return [names[start : start + count] for start in range(0, len(names), count)]
 
 
 def _bracketed(problems: Mapping[str, _Problem], rtol: float) -> dict[str, Bracket]:

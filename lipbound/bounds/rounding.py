@@ -32,9 +32,9 @@ UNIT = 2.0**-53
 LAPACK_FROM = 24  # rows from which LAPACK is faster
 
 
-def gamma(count: float) -> float:
-    """Relative error of ``count`` consecutive float64 roundings."""
-    return count * UNIT / (1 - count * UNIT)
+def gamma(count: float, unit: float = UNIT) -> float:
+    """Relative error of ``count`` consecutive roundings, in float64 by default."""
+    return count * unit / (1 - count * unit)
 
 
 def gamma_complex(count: float) -> float:

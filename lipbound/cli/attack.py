@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lipbound.cli.arguments import DEVICE, FOLDER, PLOT, check_numbers, check_plot
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lipbound.robust.attacks.plan import Plan
-    from lipbound.robust.training.trained import Trained
 
 
 def attack(
@@ -84,15 +77,20 @@ def attack(
     plot: PLOT = None,
 ) -> None:
     """Measure accuracy under attack, and warn if an attack looks too weak to be trusted."""
-    from lipbound.files import check_file, check_writable
+    from lipbound.files import append, check_file, check_writable
 
     if not checkpoint.is_dir():  # a folder means all networks of the run
         check_file(checkpoint)
     check_numbers(count=count, jacobians=jacobians)
     check_plot(plot)
     check_writable(out, plot)
+    import torch
+
+    from lipbound.report.terminal import attack_table, echo
     from lipbound.robust.attacks.plan import Plan
-    from lipbound.robust.training.assess import networks
+    from lipbound.robust.data import data_set
+    from lipbound.robust.training.assess import assess, networks
+    from lipbound.robust.training.distributed import team
 
     paths = networks(checkpoint)
     trained = paths[0].settings
@@ -103,52 +101,26 @@ def attack(
         batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
     )  # fmt: skip
     name = data or trained.data
-    images = _images(name, folder, count)
-    options = {"certify": certify, "jacobians": jacobians}
+    test = data_set(name, folder).test
+    images = test.load(torch.arange(min(count or len(test), len(test))))
     records = []
-    for record in _assess(paths, images, plan, device, options):
-        records.append({**record, "data": name})
-        _show(records[-1], json_, out)
+    with team(device) as who:
+        for path in paths:
+            # Each network is also tested on adversarial examples of the other one.
+            other = next((p for p in paths if p is not path), None)
+            record = assess(
+                path, other, images, plan, who.device, certify=certify, jacobians=jacobians,
+                progress=lambda what: typer.echo(f"{what} ...", err=True),
+            )  # fmt: skip
+            records.append({**record, "data": name})
+            if json_:
+                echo(json.dumps(records[-1], indent=1))
+            else:
+                attack_table(records[-1])
+            if out is not None:
+                append(out, records[-1])
     if plot is not None:
         from lipbound.report.figures import attack_figure
 
         attack_figure(records, plot)
         typer.echo(f"wrote {plot}", err=True)
-
-
-def _images(name: str, folder: Path | None, count: int) -> tuple[Tensor, Tensor]:
-    import torch
-
-    from lipbound.robust.data import data_set
-
-    test = data_set(name, folder).test
-    return test.load(torch.arange(min(count or len(test), len(test))))
-
-
-def _assess(
-    paths: list[Trained], images: tuple[Tensor, Tensor], plan: Plan, device: str | None,
-    options: dict[str, Any],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Attack every network; each is also tested on adversarial examples of the other one."""
-    from lipbound.robust.training.assess import assess
-    from lipbound.robust.training.distributed import team
-
-    with team(device) as who:
-        for path in paths:
-            other = next((p for p in paths if p is not path), None)
-            yield assess(
-                path, other, images, plan, who.device, **options,
-                progress=lambda what: typer.echo(f"{what} ...", err=True),
-            )  # fmt: skip
-
-
-def _show(record: dict[str, Any], as_json: bool, out: Path | None) -> None:
-    from lipbound.files import append
-    from lipbound.report.terminal import attack_table, echo
-
-    if as_json:
-        echo(json.dumps(record, indent=1))
-    else:
-        attack_table(record)
-    if out is not None:
-        append(out, record)

@@ -88,6 +88,7 @@ def audit(
         raise ValueError(f"--effort {effort!r} is not one of {', '.join(EFFORTS)}")
     check_numbers(fail_above=fail_above, minutes=minutes)
     from lipbound.cli.models import network_or_weights
+    from lipbound.files import write
     from lipbound.report.terminal import audit_json, audit_table, echo
 
     network, shape, name = network_or_weights(source, model)
@@ -110,7 +111,10 @@ def audit(
     else:
         audit_table(found, name)
     if html is not None:
-        _write_page(found, name, html)
+        from lipbound.report.page import page
+
+        write(html, page(found, name, bar).encode())
+        typer.echo(f"wrote {html}", err=True)
     _judge(max(r.bracket.upper for r in found.layers) if alone else found.upper, fail_above)
 
 
@@ -157,14 +161,6 @@ def _audit_network(
         like = next(network.parameters(), torch.zeros(()))
         check_takes(network, like.new_zeros((1, *shape)))
     return audit(network, shape, **how)
-
-
-def _write_page(found: Audit, name: str, path: Path) -> None:
-    from lipbound.files import write
-    from lipbound.report.page import page
-
-    write(path, page(found, name, bar).encode())
-    typer.echo(f"wrote {path}", err=True)
 
 
 def _judge(worst: float, limit: float | None) -> None:

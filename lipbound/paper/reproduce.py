@@ -9,28 +9,21 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lipbound.files import provenance, write
 from lipbound.paper import fig1, fig2, fig3, table1, table2, table3, table4
 from lipbound.paper.request import Request
 
-
-class Experiment(Protocol):
-    """The interface of an experiment's module."""
-
-    def compute(self, request: Request) -> dict[str, Any]:
-        """Compute the record."""
-
-    def report(self, record: dict[str, Any]) -> str:
-        """Markdown."""
-
-
 EXPERIMENTS: dict[str, Any] = {
     "fig1": fig1, "fig2": fig2, "table1": table1, "table4": table4, "table2": table2, "fig3": fig3,
     "table3": table3,
 }  # fmt: skip
-"""Name of the experiment → its module."""
+"""Name of the experiment → its module.
+
+``compute(request)`` returns the record and ``report(record)`` Markdown. A module may also have
+``figure(record, pyplot)``.
+"""
 TRAININGS = ("table2", "fig3", "table3")
 TAKES = {
     "weights": ("fig1", "fig2", "table1"), "tier": ("table2", "fig3"),

@@ -143,30 +143,19 @@ def measure(
         parameter.grad = torch.zeros_like(parameter)
     weights = [k.detach() for k in kernels]
     whole = Penalty(network, 1.0)
-    alone = Penalty(network, 1.0, include_batchnorm=False, exclude=_linear(network))
+    linear = nn.Linear if len(network.linears) > 1 else ()  # the last one is never included
+    alone = Penalty(network, 1.0, include_batchnorm=False, exclude=linear)
     direct, direct_graph = Direct(weights), Direct(kernels)
     starts = [
         torch.randn(1, layer.in_channels, *size, device=device)
         for layer, size in zip(layers, network.inputs, strict=True)
     ]
     optimizer = torch.optim.SGD(network.parameters(), 0.0, momentum=0.9, fused=True)
-
-    def lipbound_value() -> None:
-        with torch.no_grad():
-            alone()
-
-    def gram() -> list[Tensor]:
-        return [gram_iteration(k) for k in weights]
-
-    def power() -> None:
-        with torch.no_grad():
-            power_method(layers, starts)
-
     contenders: dict[str, Callable[[], object]] = {
-        "lipbound": lipbound_value,
+        "lipbound": torch.no_grad()(lambda: alone()),
         "direct": direct,
-        "power": power,
-        "gram": gram,
+        "power": torch.no_grad()(lambda: power_method(layers, starts)),
+        "gram": lambda: [gram_iteration(kernel) for kernel in weights],
         "lipbound_gradient": whole.add_grad_,
         "lipbound_autograd": lambda: whole().backward(),
         "direct_gradient": lambda: direct_graph().backward(),
@@ -183,10 +172,6 @@ def measure(
         "milliseconds": times,
         **_agreement(whole, network),
     }
-
-
-def _linear(network: Layers) -> type | tuple[()]:
-    return nn.Linear if len(network.linears) > 1 else ()
 
 
 def _agreement(penalty: Penalty, network: nn.Module) -> dict[str, float]:

@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from lipbound.paper.gaps import (
@@ -175,11 +176,8 @@ def compute(request: Request) -> dict[str, Any]:
         only = tuple(label for label in request.only if label in chosen[name].arms)
         left = None if end is None else (end - time.monotonic()) / 60
         if only or not request.only:
-            cells += work(
-                name, chosen[name], request.out / "table2", folder=request.folder,
-                device=request.device, minutes=left, only=only, say=request.say,
-                watch=request.watch,
-            )  # fmt: skip
+            own = replace(request, out=request.out / "table2", minutes=left, only=only)
+            cells += work(name, chosen[name], own)
     return {"cells": cells}
 
 

@@ -10,6 +10,7 @@ regularizer: the report compares no arms.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lipbound.paper.gaps import Entry
@@ -69,12 +70,8 @@ COLUMNS: dict[str, Entry] = {
 
 
 def compute(request: Request) -> dict[str, Any]:
-    cells = work(
-        "tiny" if request.tiny else "imagenette", TINY if request.tiny else TIER,
-        request.out / "table3", folder=request.folder, device=request.device,
-        minutes=request.minutes, only=request.only, say=request.say, watch=request.watch,
-    )  # fmt: skip
-    return {"cells": cells}
+    name, tier = ("tiny", TINY) if request.tiny else ("imagenette", TIER)
+    return {"cells": work(name, tier, replace(request, out=request.out / "table3"))}
 
 
 def report(record: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lipbound.files import append, provenance, read
-from lipbound.paper.request import Watch, unseen
+from lipbound.paper.request import Request
 from lipbound.robust.attacks.plan import Plan
 from lipbound.robust.data import DATA, Data
 from lipbound.robust.training.assess import assess, networks
@@ -81,40 +81,23 @@ class Tier:
         return settings(preset=self.preset, **{**self.common, **self.arms[label], "seed": seed})
 
 
-def work(
-    name: str,
-    tier: Tier,
-    out: Path,
-    *,
-    folder: Path | None = None,
-    device: str | None = None,
-    minutes: float | None = None,
-    only: tuple[str, ...] = (),
-    say: Say = lambda _: None,
-    watch: Watch = unseen,
-) -> list[dict[str, Any]]:
+def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
     """Run the missing cells until the time is up, and return the records of all finished cells.
 
     Args:
         name: Name of the tier.
         tier: The plan of trainings.
-        out: Folder of runs; its file ``cells.jsonl`` holds the records.
-        folder: Folder of the image data.
-        device: ``cpu`` or ``cuda``; by default the GPU if there is one.
-        minutes: Minutes after which training stops; no limit by default.
-        only: Labels of the arms to run; all by default.
-        say: Called with a message when something begins.
-        watch: Called with the name of a training, to show its progress.
+        request: Arms, time and device. In its folder ``out``, ``cells.jsonl`` holds the records.
 
     Raises:
         ValueError: If the tier has no arm of that name.
     """
-    unknown = [label for label in only if label not in tier.arms]
+    unknown = [label for label in request.only if label not in tier.arms]
     if unknown:
         raise ValueError(f"tier {name} has no {unknown[0]!r}; there are {', '.join(tier.arms)}")
-    device = str(pick_device(device))
-    path = out / "cells.jsonl"
-    end = time.monotonic() + 60 * minutes if minutes is not None else None
+    device = str(pick_device(request.device))
+    path = request.out / "cells.jsonl"
+    end = time.monotonic() + 60 * request.minutes if request.minutes is not None else None
     data: Data | None = None
     for label, seed in tier.cells():
         before = latest(read(path)).get((name, label, seed))
@@ -129,24 +112,24 @@ def work(
                 f"{str(path)!r} has tier {name}, {label}, seed {seed} with other settings; use "
                 f"another --out"
             )
-        if done or (only and label not in only):
+        if done or (request.only and label not in request.only):
             continue
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             break
         chosen = tier.settings(label, seed)
-        data = data or DATA[chosen.data](folder)
-        say(f"tier {name}, {label}, seed {seed}")
-        where = out / name / f"{label.replace(' ', '-')}-{seed}"
+        data = data or DATA[chosen.data](request.folder)
+        request.say(f"tier {name}, {label}, seed {seed}")
+        where = request.out / name / f"{label.replace(' ', '-')}-{seed}"
         claim = lock(where.with_name(f"{where.name}.claim"))
         if claim is None:
-            say("another process runs this cell")
+            request.say("another process runs this cell")
             continue
         # All cells share the steps, checks and attacks that were compiled for the first one.
         with claim, torch._dynamo.config.patch(recompile_limit=64):
             record = cell(
-                tier, chosen, data, where,
-                device=device, left=left, say=say, shown=partial(watch, label), attacked=attacked,
+                tier, chosen, data, where, device=device, left=left, say=request.say,
+                shown=partial(request.watch, label), attacked=attacked,
             )  # fmt: skip
             if record is None:
                 break

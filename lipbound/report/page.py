@@ -25,11 +25,7 @@ DRAWN = 64  # only the layers with the largest gains get a picture, to keep the 
 LISTED = 1000  # only the layers with the largest gains are listed
 
 
-def page(
-    audit: Audit,
-    title: str,
-    progress: Progress = silent,
-) -> str:
+def page(audit: Audit, title: str, progress: Progress = silent) -> str:
     """Return the HTML page of an audit.
 
     Args:
@@ -39,7 +35,8 @@ def page(
     """
     from jinja2 import Environment
 
-    template, script = (_data(name) for name in ("page.html", "page.js"))
+    data = resources.files("lipbound") / "data"
+    template, script = (data.joinpath(n).read_text("utf-8") for n in ("page.html", "page.js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "power": power}
     drawn = sorted(audit.layers, key=lambda row: -row.bracket.upper)
@@ -63,10 +60,6 @@ def page(
         # The browser runs only this script, even if a layer's name contains HTML.
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-
-
-def _data(name: str) -> str:
-    return resources.files("lipbound").joinpath("data", name).read_text(encoding="utf-8")
 
 
 def number(value: float | None) -> str:

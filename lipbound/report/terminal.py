@@ -180,9 +180,8 @@ class TrainingView:
         self.console.print(f"[yellow]{escape(f'lipbound: {text}')}[/]", soft_wrap=True)
 
 
-def training_table(summaries: Sequence[Record], console: Screen | None = None) -> None:
+def training_table(summaries: Sequence[Record]) -> None:
     """Print one line per training: accuracies of the best and final weights, product, time."""
-    console = console or Screen()
     table = Table(header_style="bold", box=None, pad_edge=False)
     table.add_column("\narm", no_wrap=True)
     for which in ("best", "final"):
@@ -198,12 +197,12 @@ def training_table(summaries: Sequence[Record], console: Screen | None = None) -
             cells += [f"{100 * found[k]:.1f} %" for k in ("test_accuracy", "test_pgd_accuracy")]
             cells.append(f"10^{found['log10_product']:.2f}")
         table.add_row(escape(row["arm"]), *cells, f"{row['step_ms']:.1f}")
-    console.show(table)
+    Screen().show(table)
 
 
-def attack_table(record: Record, console: Screen | None = None) -> None:
+def attack_table(record: Record) -> None:
     """Print accuracies with confidence intervals, then reasons to doubt them."""
-    console = console or Screen()
+    console = Screen()
     title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
     table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
                   pad_edge=False)  # fmt: skip

@@ -21,7 +21,7 @@ from lipbound.files import read
 from lipbound.paper import fig3, gaps, table1, table2, table3, table4, trainings
 from lipbound.paper.gaps import difference
 from lipbound.paper.reproduce import EXPERIMENTS, report, write_figure
-from lipbound.paper.trainings import work
+from lipbound.paper.request import Request
 from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.models import MODELS, ResNet
 from lipbound.robust.training.assess import networks
@@ -110,6 +110,10 @@ def test_the_numbers_called_the_papers(shared):
         (fig3.PAPER[fig3.STEPS], thesis["cw_0.8_accuracy_20_to_200_iterations"], tuple),
     ):  # fmt: skip
         assert ours == {name: entry(theirs[names.get(name, name)]) for name in ours}
+
+
+def work(name, tier, out, **options):
+    return trainings.work(name, tier, Request(out=out, **options))
 
 
 TINY = replace(table2.TINY, common={"epochs": 1, "check": 20, "batch": 256}, images=8, jacobians=2)

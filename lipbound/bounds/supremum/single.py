@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lipbound.bounds.lapack import factor
+from lipbound.bounds.rounding import gamma
 from lipbound.bounds.supremum import triangles
 from lipbound.bounds.supremum.field import Field, Floats, Integers
 from lipbound.bounds.supremum.triangles import Triangles, pieces
@@ -40,10 +41,6 @@ from lipbound.runtime import in_threads
 UNIT32 = 2.0**-24
 SHARE, MOST = 0.4, 1.0  # share of θ² that δ may take: for a failure to count, and for a test
 YES, NO, UNDECIDED = 1, 0, -1
-
-
-def _gamma(count: float) -> float:
-    return count * UNIT32 / (1 - count * UNIT32)
 
 
 class Single:
@@ -82,7 +79,7 @@ class Single:
         """δ for q = ``spread`` and s·w = ``weight``."""
         size, lags = self.field.rows, len(self.field.lags)
         factor = math.sqrt(2) * 2 * UNIT32 / (1 - 2 * (size + 2) * UNIT32)
-        return factor * spread + _gamma(lags + 4) * weight + 4 * UNIT32 + 1e-30
+        return factor * spread + gamma(lags + 4, UNIT32) * weight + 4 * UNIT32 + 1e-30
 
     def prove(self, block: Integers, frequency: Floats, limit: Floats, angle: Floats) -> Integers:
         """Test λ1(FF*) ≤ limit at each cell's centre: YES, NO or UNDECIDED."""

@@ -8,6 +8,8 @@ its shape, so that a GPU can replay one graph throughout.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -85,7 +87,14 @@ def strongest_pgd(
 
     width = width or len(images)
     pool = _Pool(images, labels, width if replay else min(width, len(images)), restarts)
-    starts = _Starts(images, radius, ball, seed)
+
+    @lru_cache(3)  # images rarely lag further behind
+    def starts(restart: int) -> Tensor:
+        """Draw the starts of all images of a restart together, whether needed or not."""
+        draw = torch.Generator(images.device)
+        draw.manual_seed((seed * 1_000_003 + restart) % (1 << 62))
+        return BALLS[ball].sample(images, radius, draw)
+
     while pool.seat(starts):
         key = ("pgd", ball, loss, decay, look)
         pool.slots = Slots(*run(replay, key, advance, [lengths, *pool.slots]))
@@ -135,22 +144,6 @@ def _iterated(
     )
 
 
-class _Starts:
-    """Random starts, drawn for all images of a restart together, whether needed or not."""
-
-    def __init__(self, images: Tensor, radius: float, ball: str, seed: int):
-        self.images, self.radius, self.ball, self.seed = images, radius, ball, seed
-        self.drawn: dict[int, Tensor] = {}
-
-    def of(self, image: int, restart: int) -> Tensor:
-        if restart not in self.drawn:
-            self.drawn.pop(restart - 3, None)  # images rarely lag that far behind
-            draw = torch.Generator(self.images.device)
-            draw.manual_seed((self.seed * 1_000_003 + restart) % (1 << 62))
-            self.drawn[restart] = BALLS[self.ball].sample(self.images, self.radius, draw)
-        return self.drawn[restart][image]
-
-
 class _Pool:
     """The images, and the slots that they take in turn."""
 
@@ -169,7 +162,7 @@ class _Pool:
             self.best[nobody], images[nobody], nobody.clone(), nobody.clone(),
         )  # fmt: skip
 
-    def seat(self, starts: _Starts) -> bool:
+    def seat(self, starts: Callable[[int], Tensor]) -> bool:
         """Fill the free slots, and return whether any slot is in use."""
         free = [place for place, seat in enumerate(self.seats) if seat is None]
         taken = free[: len(self.waiting)]
@@ -177,12 +170,12 @@ class _Pool:
             self.seats[place] = self.waiting.popleft()
         if taken:
             pairs = [seat for seat in (self.seats[p] for p in taken) if seat is not None]
-            places, who, restart = self._tensors(taken, *zip(*pairs, strict=True))
-            start = torch.stack([starts.of(*pair) for pair in pairs])
+            places, who, restarts = self._tensors(taken, *zip(*pairs, strict=True))
+            start = torch.stack([starts(restart)[image] for image, restart in pairs])
             fresh = Slots(
                 (self.images[who] + start).clamp(0, 1), self.images[who], self.labels[who],
-                restart, torch.zeros_like(restart), self.best[who], self.kept[who],
-                torch.full_like(restart, -1), torch.full_like(restart, -1),
+                restarts, torch.zeros_like(restarts), self.best[who], self.kept[who],
+                torch.full_like(restarts, -1), torch.full_like(restarts, -1),
             )  # fmt: skip
             for mine, new in zip(self.slots, fresh, strict=True):
                 mine[places] = new

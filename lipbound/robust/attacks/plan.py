@@ -177,10 +177,6 @@ def strongest(on: Engine, images: Tensor, labels: Tensor, radius: float, **optio
         )  # fmt: skip
 
 
-def _pgd(on: Engine, images: Tensor, labels: Tensor) -> Found:
-    return strongest(on, images, labels, on.plan.radius)
-
-
 def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
     """Attack at every radius, and keep the smallest ball in which each image was broken."""
     found: Found | None = None
@@ -274,7 +270,7 @@ def _autoattack(on: Engine, images: Tensor, labels: Tensor) -> Found:
 Attack = Callable[[Engine, Tensor, Tensor], Found]
 
 ATTACKS: dict[str, Attack] = {
-    "pgd": _pgd,
+    "pgd": lambda on, images, labels: strongest(on, images, labels, on.plan.radius),
     "cw": _carlini_wagner,
     "cw-projected": _projected,
     "autoattack": _autoattack,
