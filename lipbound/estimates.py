@@ -216,14 +216,12 @@ class Climb:
 
     Args:
         shape: Shape of one symbol's taps, ``(rows, columns, *sizes)``.
-        seed: Seed for the random start vectors.
     """
 
-    def __init__(self, shape: Sequence[int], seed: int = 0):
+    def __init__(self, shape: Sequence[int]):
         self.rows, self.columns, *self.sizes = shape
         self.samples = tuple(1 if m == 1 else max(8, 4 * (m - 1)) for m in self.sizes)
         self.count = math.prod(self.sizes)
-        self.seed = seed
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Tensor, state: State | None, iterations: int) -> tuple[Tensor, State]:
@@ -264,7 +262,7 @@ class Climb:
         Alternating ascent stops at any local maximum, so the start matters.
         """
         half = radians(grid(self.samples, half=True), self.samples).to(batch.device)
-        draw = torch.Generator().manual_seed(self.seed)
+        draw = torch.Generator().manual_seed(0)
         start = torch.randn(len(half), self.rows, 2, generator=draw, dtype=torch.float64)
         shape = (1, self.rows, self.columns, *self.sizes)
         frequencies, lefts = [], []
@@ -297,7 +295,9 @@ class Climb:
         right = (rows @ waves[..., None]).conj()  # F*u, (batch, columns, 1)
         right = right / torch.linalg.vector_norm(right, dim=1, keepdim=True).clamp_min(1e-30)
         spread = torch.view_as_real((right * waves[:, None, :]).flatten(1))
-        return (frequency, _unit(batch @ spread)), spread
+        left = batch @ spread  # a zero vector stays zero
+        norms = torch.linalg.vector_norm(left, dim=(1, 2), keepdim=True)
+        return (frequency, left / norms.clamp_min(1e-30)), spread
 
     def _best(self, rows: Tensor, frequency: Tensor) -> Tensor:
         """Best of four frequencies: grid maximum, current one, and two Newton steps from it."""
@@ -342,8 +342,3 @@ class Climb:
                 return made
             self._constants[device] = made
         return self._constants[device]
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    """Normalize complex vectors ``(batch, rows, 2)``; a zero vector stays zero."""
-    return vectors / torch.linalg.vector_norm(vectors, dim=(1, 2), keepdim=True).clamp_min(1e-30)

@@ -119,8 +119,8 @@ def _file(kernel: Tensor) -> float:
         return audit_weights(read_weights(path)).layers[0].bracket.upper
 
 
-def _penalty(kernel: Tensor) -> float:
-    (value,) = Penalty(nn.Sequential(layer_of(kernel))).bounds().values()
+def _penalty(layer: nn.Module) -> float:
+    (value,) = Penalty(nn.Sequential(layer)).bounds().values()
     return value
 
 
@@ -134,7 +134,7 @@ ENTRIES: dict[str, Callable[[Tensor], float]] = {
     "lipschitz": lambda k: float(lipschitz(layer_of(k)).detach()),
     "audit": lambda k: audit(nn.Sequential(layer_of(k), nn.ReLU()), (k.shape[1], *SIZE)).upper,
     "audit FILE": _file,
-    "Penalty": _penalty,
+    "Penalty": lambda k: _penalty(layer_of(k)),
 }
 """Name → function that returns an upper bound for the layer of a kernel."""
 
@@ -196,7 +196,7 @@ def large(name: str, method: str) -> dict[str, Any]:
     layer.weight = nn.Parameter(kernel, requires_grad=False)
     start = time.perf_counter()
     if method == "Penalty":
-        (value,) = Penalty(nn.Sequential(layer)).bounds().values()
+        value = _penalty(layer)
     elif method == "constrain":
         value = bracket(constrain(layer, 0.5).eval()).upper
     else:
@@ -229,12 +229,6 @@ def _attained(kernel: Tensor, groups: int) -> float:
     return float(torch.linalg.vector_norm(matrices @ vector, dim=1).max()) * (1 - ROUNDING)
 
 
-def _apart(name: str, method: str) -> dict[str, Any]:
-    run = [sys.executable, "-m", "verify", "hostile", "--one", name, method]
-    done = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[0])
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--large", action="store_true", help="also run large layers (minutes)")
     parser.add_argument("--one", nargs=2, metavar=("LAYER", "METHOD"), help=argparse.SUPPRESS)
@@ -253,7 +247,9 @@ def hunt(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         record["large"] = []
         for name, (*_, methods) in LARGE.items():
             for method in methods:
-                record["large"].append(_apart(name, method))
+                run = [sys.executable, "-m", "verify", "hostile", "--one", name, method]
+                done = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True)
+                record["large"].append(json.loads(done.stdout.splitlines()[0]))
                 print(record["large"][-1], flush=True)
     wrong = [
         f"{kernel}, {entry}: {said}"

@@ -29,6 +29,7 @@ from verify.tally import Tally
 STEPS, TRIES = 60, 40
 GRADIENTS = [name for name in BOUNDS if name != "spectral"]  # it equals the bracket's upper end
 CHANNELS = 12  # largest number of channels taken from a trained kernel
+_trained = lru_cache(1)(trained_layers)
 
 
 def starts(seed: int, weights: Sequence[Path]) -> tuple[str, Tensor]:
@@ -45,11 +46,6 @@ def starts(seed: int, weights: Sequence[Path]) -> tuple[str, Tensor]:
     sizes = tuple(int(s) for s in rng.integers(2, most + 1, dims))
     shape = (int(rng.integers(1, 5)), int(rng.integers(1, 5)), *sizes)
     return family, torch.from_numpy(structured(rng, family, shape))
-
-
-@lru_cache(1)
-def _trained(weights: tuple[Path, ...]) -> list[tuple[str, Tensor]]:
-    return trained_layers(weights)
 
 
 def geometry(rng: np.random.Generator, dims: int) -> dict[str, Any]:

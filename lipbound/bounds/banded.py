@@ -33,7 +33,8 @@ def banded_norm_above(matrix: sparse.csr_array) -> float:
     if largest == 0 or not math.isfinite(largest):
         return 0.0 if largest == 0 else math.inf
     power = 2.0 ** (math.frexp(largest)[1] - 1)
-    scaled = min(matrix, sparse.csr_array(matrix.T), key=_cost) / power
+    sides = (matrix, sparse.csr_array(matrix.T))
+    scaled = min(sides, key=lambda a: a.shape[0] * (_width(a) + 1) ** 2) / power  # cost of AA*
     bands, terms, size = _gram(scaled)
     width = len(bands) - 1
     product = gamma(terms + 2) * size
@@ -60,11 +61,6 @@ def _width(matrix: sparse.csr_array) -> int:
     starts, ends = columns.indptr[:-1], columns.indptr[1:]
     used = ends > starts
     return int((columns.indices[ends[used] - 1] - columns.indices[starts[used]]).max())
-
-
-def _cost(matrix: sparse.csr_array) -> int:
-    """Approximate cost of factoring AA*."""
-    return int(matrix.shape[0]) * (_width(matrix) + 1) ** 2
 
 
 def _gram(matrix: sparse.csr_array) -> tuple[NDArray[np.float64], int, float]:

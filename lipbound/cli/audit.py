@@ -15,6 +15,7 @@ from lipbound.cli.arguments import (
     check_source,
     input_shape_of,
 )
+from lipbound.files import check_writable, write
 
 if TYPE_CHECKING:
     from lipbound import Audit
@@ -83,21 +84,33 @@ def audit(
 ) -> None:
     """Certify the Lipschitz constant of every layer and of the whole network."""
     check_source(source)
-    _check_page(html, source)
+    if html is not None and html.exists() and os.path.exists(source) and html.samefile(source):
+        raise ValueError(f"--html {str(html)!r} would overwrite the weights; choose another file")
+    check_writable(html)
+    check_report(html)
     if effort not in EFFORTS:
         raise ValueError(f"--effort {effort!r} is not one of {', '.join(EFFORTS)}")
     check_numbers(fail_above=fail_above, minutes=minutes)
     from lipbound.cli.models import network_or_weights
-    from lipbound.files import write
+    from lipbound.network.audits import audit_weights
     from lipbound.report.terminal import audit_json, audit_table, echo
+    from lipbound.runtime import pick_device
 
     network, shape, name = network_or_weights(source, model)
     alone = isinstance(network, dict)  # kernels without an architecture
     geometry = {"stride": stride, "dilation": dilation, "groups": groups}
     how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
     if alone:
-        _refuse(effort=None if effort == "normal" else effort, input=input_shape)
-        found = _audit_weights(network, device, how | geometry)
+        high = None if effort == "normal" else effort
+        for option, value in (("effort", high), ("input", input_shape)):
+            if value is not None:
+                raise ValueError(
+                    f"--{option} {value} needs the network's architecture; give it with --model"
+                )
+        if device is not None:
+            place = pick_device(device)
+            network = {key: tensor.to(place) for key, tensor in network.items()}
+        found = audit_weights(network, **(how | geometry))
     else:
         if set(geometry.values()) != {1}:
             raise ValueError(
@@ -116,34 +129,6 @@ def audit(
         write(html, page(found, name, bar).encode())
         typer.echo(f"wrote {html}", err=True)
     _judge(max(r.bracket.upper for r in found.layers) if alone else found.upper, fail_above)
-
-
-def _check_page(html: Path | None, source: str) -> None:
-    from lipbound.files import check_writable
-
-    if html is not None and html.exists() and os.path.exists(source) and html.samefile(source):
-        raise ValueError(f"--html {str(html)!r} would overwrite the weights; choose another file")
-    check_writable(html)
-    check_report(html)
-
-
-def _refuse(**given: str | None) -> None:
-    """Raise an error if an option was given that needs an architecture."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"--{name} {value} needs the network's architecture; give it with --model"
-            )
-
-
-def _audit_weights(weights: dict[str, Any], device: str | None, how: dict[str, Any]) -> Audit:
-    from lipbound.network.audits import audit_weights
-    from lipbound.runtime import pick_device
-
-    if device is not None:
-        place = pick_device(device)
-        weights = {name: tensor.to(place) for name, tensor in weights.items()}
-    return audit_weights(weights, **how)
 
 
 def _audit_network(

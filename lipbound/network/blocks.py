@@ -51,31 +51,24 @@ class Laurent:
         result = self.taps.new_zeros(self.taps.shape[0], other.taps.shape[1], *sizes)
         for a in positions(self.taps.shape[2:]).tolist():
             where = tuple(slice(i, i + n) for i, n in zip(a, other.taps.shape[2:], strict=True))
-            mine = self.taps[(slice(None), slice(None), *a)]
-            result[(slice(None), slice(None), *where)] += torch.einsum(
-                "ij,j...->i...", mine, other.taps
-            )
+            result[:, :, *where] += torch.einsum("ij,j...->i...", self.taps[:, :, *a], other.taps)
         first = tuple(a + b for a, b in zip(self.first, other.first, strict=True))
         return Laurent(result, first)
 
-    def placed(self, first: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return the taps inside a larger array of zeros."""
-        result = self.taps.new_zeros(*self.taps.shape[:2], *sizes)
-        where = tuple(
-            slice(a - b, a - b + n)
-            for a, b, n in zip(self.first, first, self.taps.shape[2:], strict=True)
-        )
-        result[(slice(None), slice(None), *where)] = self.taps
-        return result
-
 
 def together(*parts: Laurent) -> list[Tensor]:
-    """Return the taps of several polynomials as arrays of the same size and position."""
+    """Return the taps of several polynomials inside zeros, with the same size and position."""
     dims = range(len(parts[0].first))
     first = [min(p.first[d] for p in parts) for d in dims]
     last = [max(p.first[d] + p.taps.shape[2 + d] for p in parts) for d in dims]
     sizes = [b - a for a, b in zip(first, last, strict=True)]
-    return [p.placed(first, sizes) for p in parts]
+    placed = []
+    for p in parts:
+        ends = zip(p.first, first, p.taps.shape[2:], strict=True)
+        where = [slice(a - b, a - b + n) for a, b, n in ends]
+        placed.append(p.taps.new_zeros(*p.taps.shape[:2], *sizes))
+        placed[-1][:, :, *where] = p.taps
+    return placed
 
 
 @dataclass
@@ -234,9 +227,7 @@ def _split(whole: Laurent, stride: Sequence[int]) -> Laurent:
         for p, t in zip(place, stride, strict=True):
             phase = phase * t + p % t
         where = tuple(p // t - a for p, t, a in zip(place, stride, low, strict=True))
-        result[(slice(None), phase, slice(None), *where)] = whole.taps[
-            (slice(None), slice(None), *index)
-        ]
+        result[:, phase, :, *where] = whole.taps[:, :, *index]
     return Laurent(result.flatten(1, 2), tuple(low))
 
 

@@ -90,11 +90,9 @@ def alone_and_together(model: nn.Module, inputs: Tensor) -> tuple[list[Tensor], 
     """
     company = outputs(model, inputs)
     each = [outputs(model, one) for one in inputs.split(1)]
-    if not company or any(len(alone) != len(company) for alone in each):
-        return company, torch.zeros(len(inputs), dtype=torch.bool)
-    if any(t.ndim == 0 or len(t) != len(inputs) for t in company) or any(
-        t.shape != (1, *c.shape[1:]) for alone in each for t, c in zip(alone, company, strict=True)
-    ):
+    rows = [(1, *t.shape[1:]) for t in company]
+    batched = bool(company) and all(t.ndim and len(t) == len(inputs) for t in company)
+    if not batched or any([t.shape for t in alone] != rows for alone in each):
         return company, torch.zeros(len(inputs), dtype=torch.bool)
     alone = [torch.cat(parts) for parts in zip(*each, strict=True)]
     same = [_alike(mine, others) for mine, others in zip(alone, company, strict=True)]

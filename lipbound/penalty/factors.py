@@ -110,19 +110,15 @@ def factors(
     chosen = _chosen(model, exclude)
     if not include_batchnorm:
         chosen = {n: m for n, m in chosen.items() if not isinstance(m, _BatchNorm)}
-    folded = _followers(model) if include_batchnorm == "folded" else {}
-    norms = {id(m) for m in chosen.values() if isinstance(m, _BatchNorm)}
-    inside: set[int] = set()
+    pairs = _followers(model) if include_batchnorm == "folded" else {}
+    kept = {*chosen.values()}
+    folded = {layer: norm for layer, norm in pairs.items() if {layer, norm} <= kept}
+    inside = {*folded.values()}
     found: list[Factor] = []
     for name, layer in chosen.items():
-        if isinstance(layer, _BatchNorm):
-            continue
-        norm = folded.get(layer)
-        norm = norm if norm is not None and id(norm) in norms else None
-        found.append(_row_factor(name, layer, method, samples, norm))
-        inside |= {id(norm)}
-    for name, layer in chosen.items():
-        if isinstance(layer, _BatchNorm) and id(layer) not in inside:
+        if not isinstance(layer, _BatchNorm):
+            found.append(_row_factor(name, layer, method, samples, folded.get(layer)))
+        elif layer not in inside:
             found.append(Factor(name, layer, None, norm=layer))
     for factor in found:
         if factor.norm is not None and factor.norm.running_var is None:
@@ -135,8 +131,7 @@ def factors(
             f"{type(model).__name__} has no convolution, BatchNorm or hidden Linear layer to "
             f"penalize"
         )
-    order = {name: index for index, name in enumerate(chosen)}
-    return _counted(sorted(found, key=lambda factor: order[factor.name]))
+    return _counted(found)
 
 
 def _row_factor(

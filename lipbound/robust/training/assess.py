@@ -45,10 +45,8 @@ def assess(
     device: torch.device,
     *,
     certify: bool = False,
-    jacobians: int = 0,
-    curves: bool = True,
-    doubts: bool = True,
     progress: Callable[[str], None] = lambda _: None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return a network's record from :func:`lipbound.robust.attacks.evaluate.evaluate`.
 
@@ -59,10 +57,8 @@ def assess(
         plan: An attack plan: which attacks to run, and with which budget.
         device: Device to compute on.
         certify: Whether to audit the network, for certified accuracies.
-        jacobians: Number of images at which to measure the norm of the Jacobian.
-        curves: Whether to attack also at other radii and with fewer steps.
-        doubts: Whether to look for signs of a weak attack.
         progress: Called with the name of each stage when it begins.
+        options: ``jacobians``, ``curves`` and ``doubts``, see ``evaluate``.
     """
     pixels, labels = images
     if tuple(pixels.shape[1:]) != network.input_shape:
@@ -83,11 +79,9 @@ def assess(
         labels.to(device),
         plan,
         audit=bounds,
-        jacobians=min(jacobians, len(labels)),
-        curves=curves,
-        doubts=doubts,
         surrogate=None if other is None else other.model.to(device),
         progress=progress,
+        **options,
     )
     if bounds is not None:
         record["log10_lipschitz"] = {

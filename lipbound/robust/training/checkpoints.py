@@ -20,6 +20,7 @@ from lipbound.robust.training.settings import filled
 
 KEY = "lipbound"
 FORMAT = 1
+KEEP = 2  # number of checkpoints in a folder
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -79,15 +80,10 @@ def _checksum(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> int:
 
 
 class Folder:
-    """The last few checkpoints of one run, named like ``step-00000123.safetensors``.
+    """The last ``KEEP`` checkpoints of one run, named like ``step-00000123.safetensors``."""
 
-    Args:
-        root: Folder of the checkpoints.
-        keep: Number of checkpoints to keep.
-    """
-
-    def __init__(self, root: Path, keep: int = 2):
-        self.root, self.keep = root, keep
+    def __init__(self, root: Path):
+        self.root = root
 
     def all(self) -> list[Path]:
         """Return the paths of all checkpoints, oldest first."""
@@ -95,7 +91,7 @@ class Folder:
 
     def save(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         save(self.root / f"step-{step:08}.safetensors", tensors, {**record, "step": step})
-        for old in self.all()[: -self.keep]:
+        for old in self.all()[:-KEEP]:
             old.unlink(missing_ok=True)
         clean(self.root)
 
