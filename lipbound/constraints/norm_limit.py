@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from lipbound.bounds import BOUNDS, bound, bracket
 from lipbound.estimates import Climb
 from lipbound.geometry import check_kernel, convolution, named
+from lipbound.registry import unknown
 from lipbound.runtime import widened
 from lipbound.symbols import taps
 
@@ -43,7 +44,7 @@ class Constrained(nn.Module):
     def __init__(self, layer: nn.Module, norm: float, method: str, rtol: float):
         super().__init__()
         if method not in BOUNDS:
-            raise ValueError(f"unknown bound method {method!r}; there are {', '.join(BOUNDS)}")
+            raise unknown("bound method", method, BOUNDS)
         if not norm > 0:
             raise ValueError(f"norm={norm!r} must be positive, for example 1.0")
         self.norm, self.method, self.rtol = float(norm), method, rtol

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipbound.registry import unknown
+
 NAMES = (
     "alexnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
     "densenet121", "densenet161", "densenet169", "densenet201",
@@ -38,7 +40,7 @@ class Layers(nn.Module):
         super().__init__()
         known = table()
         if name not in known:
-            raise ValueError(f"unknown network {name!r}; there are {', '.join(known)}")
+            raise unknown("network", name, known)
         draw = torch.Generator().manual_seed(seed)
         shapes = known[name]
         lines = shapes["convolutions"]

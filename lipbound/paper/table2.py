@@ -31,6 +31,7 @@ from lipbound.paper.gaps import (
 )
 from lipbound.paper.request import Request
 from lipbound.paper.trainings import Tier, work
+from lipbound.registry import unknown
 from lipbound.report.markdown import table
 from lipbound.robust.attacks.evaluate import outcomes
 from lipbound.robust.attacks.plan import Plan
@@ -163,13 +164,13 @@ INTERVALS = (
 def compute(request: Request) -> dict[str, Any]:
     chosen = {"tiny": TINY} if request.tiny else TIERS
     if request.tier and request.tier not in chosen:
-        raise ValueError(f"unknown tier {request.tier!r}; there are {', '.join(chosen)}")
+        raise unknown("tier", request.tier, chosen)
     names = [request.tier] if request.tier else [n for n, tier in chosen.items() if not tier.pilot]
-    unknown = [label for label in request.only if not any(label in chosen[n].arms for n in names)]
-    if unknown:
+    absent = [label for label in request.only if not any(label in chosen[n].arms for n in names)]
+    if absent:
         there = dict.fromkeys(label for name in names for label in chosen[name].arms)
         where = f"tier {request.tier} has no" if request.tier else "no tier has"
-        raise ValueError(f"{where} {unknown[0]!r}; there are {', '.join(there)}")
+        raise ValueError(f"{where} {absent[0]!r}; choose one of: {', '.join(there)}")
     end = None if request.minutes is None else time.monotonic() + 60 * request.minutes
     cells = []
     for name in names:

@@ -94,7 +94,9 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
     """
     unknown = [label for label in request.only if label not in tier.arms]
     if unknown:
-        raise ValueError(f"tier {name} has no {unknown[0]!r}; there are {', '.join(tier.arms)}")
+        raise ValueError(
+            f"tier {name} has no {unknown[0]!r}; choose one of: {', '.join(tier.arms)}"
+        )
     device = str(pick_device(request.device))
     path = request.out / "cells.jsonl"
     end = time.monotonic() + 60 * request.minutes if request.minutes is not None else None

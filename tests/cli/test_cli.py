@@ -62,7 +62,7 @@ def test_a_wrong_word_names_the_help_of_its_command(monkeypatch, capsys):
         (["all", "--tiny", "--folder", "x"], "leave out --folder x"),
         (
             ["table2", "--folder", ".", "--only", "at+lpreg"],
-            "no tier has 'at+lpreg'; there are at,",
+            "no tier has 'at+lpreg'; choose one of: at,",
         ),
         (
             ["table2", "--folder", ".", "--tier", "O", "--only", "baseline"],

@@ -147,7 +147,7 @@ def test_cells_are_done_once_and_one_after_the_other(tmp_path):
     before = (tmp_path / "cells.jsonl").read_bytes()
     work("tiny", TINY, tmp_path, device="cpu")
     assert (tmp_path / "cells.jsonl").read_bytes() == before
-    with pytest.raises(ValueError, match="no 'lipreg 1'; there are at, at"):
+    with pytest.raises(ValueError, match="no 'lipreg 1'; choose one of: at, at"):
         work("tiny", TINY, tmp_path, only=("lipreg 1",))
 
 
