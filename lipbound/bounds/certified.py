@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lipbound.bounds.finite import attained, embedding, grid_maximum
+from lipbound.bounds.flat import flat
 from lipbound.bounds.rounding import UNIT, Scaled, double, gamma
 from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.field import LAG_BYTES, Field, lag_bytes
@@ -31,7 +32,8 @@ class Bracket:
     """A certified interval: ``lower`` ≤ the true value ≤ ``upper``, in real arithmetic.
 
     Attributes:
-        lower: Lower end: a Rayleigh quotient attained at ``frequency``, rounded down.
+        lower: Lower end, proved: a Rayleigh quotient attained at ``frequency``, rounded down, or a
+            bound for every frequency if the symbol is flat.
         upper: Upper end, proved.
         frequency: Frequency of the largest singular value found, radians per axis.
         evaluations: Number of symbols evaluated.
@@ -121,10 +123,25 @@ def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> 
 
 
 def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
+    found = [_flat(problem, rtol) for problem in problems]
+    rest = [problem for problem, known in zip(problems, found, strict=True) if known is None]
+    if not rest:
+        return [known for known in found if known is not None]
     try:
-        return _searched(problems, rtol, polish)
+        searched = iter(_searched(rest, rtol, polish))
     except OutOfTime:
-        return [_unsearched(problem) for problem in problems]
+        searched = iter(_unsearched(problem) for problem in rest)
+    return [next(searched) if known is None else known for known in found]
+
+
+def _flat(problem: _Problem, rtol: float) -> _Found | None:
+    """Bracket a layer whose singular values are all equal, but for rounding."""
+    interval = flat(problem.taps, rtol)
+    if interval is None:
+        return None
+    left = np.zeros(problem.taps.shape[1], dtype=np.complex128)
+    left[0] = 1
+    return _Found(*interval, 0, (0.0,) * (problem.taps.ndim - 3), left, 1)
 
 
 def _unsearched(problem: _Problem) -> _Found:

@@ -64,7 +64,7 @@ class Field:
         self.device = taps.device
         self.taps = taps.reshape(*taps.shape[:3], -1)  # (blocks, n, N, T)
         self.positions = indices(self.sizes).astype(float)  # (T, D)
-        self.lags = _half_lags(self.sizes)  # (L, D), 0 first
+        self.lags = half_lags(self.sizes)  # (L, D), 0 first
         self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= piece(LAG_BYTES)
         if self.keeps_lags:
             self._make_lags()
@@ -95,7 +95,7 @@ class Field:
         odd: list[Tensor] = []
         for lag in self.lags.astype(int).tolist():
             check_time()
-            late, soon = _shifted(grid, lag), _shifted(grid, [-h for h in lag])
+            late, soon = shifted(grid, lag), shifted(grid, [-h for h in lag])
             product = late.flatten(2) @ soon.flatten(2).mT
             if even:
                 even.append((product + product.mT).flatten(1))
@@ -233,7 +233,7 @@ class Field:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
-def _shifted(grid: Tensor, lag: list[int]) -> Tensor:
+def shifted(grid: Tensor, lag: list[int]) -> Tensor:
     """The taps b + lag for which b is a tap too."""
     for axis, h in enumerate(lag, start=3):
         size = grid.shape[axis]
@@ -241,7 +241,7 @@ def _shifted(grid: Tensor, lag: list[int]) -> Tensor:
     return grid
 
 
-def _half_lags(sizes: list[int]) -> Floats:
+def half_lags(sizes: list[int]) -> Floats:
     """Lag 0 and one of each pair ±l: ``(L, D)``."""
     full = indices([2 * m - 1 for m in sizes]).astype(float)
     full = full - (np.array(sizes) - 1)
