@@ -64,14 +64,14 @@ class Followed:
         modules = (m for f in found for m in (f.layer, f.norm) if m is not None)
         self._add = Adder(model, [*dict.fromkeys(modules)])
 
-    def logs(self, log_floor: float, in_place: bool = False) -> Tensor:
-        """Return the terms; ``in_place`` updates the states in place, as a graph requires."""
+    def logs(self, log_floor: float) -> Tensor:
+        """Return the terms. The states keep their memory, so that a CUDA graph can hold a call."""
         found: dict[int, Tensor] = {
             i: plain.log_factor(f, f.weight()) for i, f in enumerate(self.factors) if f.kind is None
         }
         scaled = [layer.read() for layer in self.layers]
         climbs = [
-            partial(layer.climb, weights.detach(), self.iterations, in_place)
+            partial(layer.climb, weights.detach(), self.iterations)
             for layer, (weights, _) in zip(self.layers, scaled, strict=True)
         ]
         reached = on_streams(climbs)
@@ -81,8 +81,8 @@ class Followed:
             found |= zip(layer.indices, values.clamp_min(tiny).log(), strict=True)
         return plain.combine(self.factors, [found[i] for i in range(len(found))], log_floor)
 
-    def total(self, log_floor: float, in_place: bool = False) -> Tensor:
-        return self.logs(log_floor, in_place).sum()
+    def total(self, log_floor: float) -> Tensor:
+        return self.logs(log_floor).sum()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the states of the estimates by layer."""
@@ -106,7 +106,7 @@ class Followed:
             and len({p.device for p in self.model.parameters()}) == 1
         )
         state = [t for layer in self.layers for t in layer.state_dict().values()]
-        number = partial(self.total, log_floor, in_place=repeats)
+        number = partial(self.total, log_floor)
         return self._add(number, scale, repeats, (log_floor, self.iterations), state)
 
 
@@ -126,10 +126,10 @@ class Spectral:
         return self.climber.scaled(torch.cat([self._taps(i) for i in range(len(self.factors))]))
 
     @torch.no_grad()
-    def climb(self, batch: Tensor, iterations: int, in_place: bool = False) -> tuple[Tensor, ...]:
+    def climb(self, batch: Tensor, iterations: int) -> tuple[Tensor, ...]:
         """Climb and keep the state; return left vectors, and right vectors times waves."""
         state, right = self.climber.reach(batch, self.state, iterations)
-        before = self.state if in_place and self.state is not None else (None, None)
+        before = (None, None) if self.state is None else self.state
         self.state = _kept(before[0], state[0]), _kept(before[1], state[1])
         return state[1], right
 
@@ -181,14 +181,14 @@ class Power:
         return kernels / unit.reshape(-1, *[1] * (kernels.ndim - 1)), unit
 
     @torch.no_grad()
-    def climb(self, kernels: Tensor, iterations: int, in_place: bool = False) -> tuple[Tensor, ...]:
+    def climb(self, kernels: Tensor, iterations: int) -> tuple[Tensor, ...]:
         """Iterate and keep the right vectors; return left and right vectors."""
         rounds = iterations if self.started else max(iterations, FIRST)
         left, right = powers(self._as_one(kernels), self.vector, len(self.layers), rounds)
         # A zero layer maps everything to zero, so the previous vector is kept for the next call.
         zero = kernels.flatten(1).abs().amax(1) == 0
         now = torch.where(zero[:, None], self._each(self.vector), self._each(right))
-        self.vector = _kept(self.vector if in_place else None, now.reshape(right.shape))
+        self.vector = _kept(self.vector, now.reshape(right.shape))
         self.started = True
         return left, right
 
