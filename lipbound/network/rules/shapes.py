@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 
 from lipbound.geometry import NUMPY_MODES
 from lipbound.network.rules.values import (
+    Part,
     Step,
     Unbounded,
     Value,
     axes,
     concatenated,
     register_rule,
+    root_sum,
     spread,
     up,
     windows,
@@ -24,9 +27,17 @@ from lipbound.network.rules.values import (
 MOVES = [
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t",
     "movedim", "squeeze", "unsqueeze", "contiguous", "clone", "alias", "detach", "_to_copy", "to",
-    "slice", "select", "narrow", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll",
+    "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll",
     "flip", "lift_fresh_copy", "type_as", "diagonal", "rot90", "T",
 ]  # fmt: skip
+
+
+EXTREMA = {
+    "aten.maximum": "max",
+    "aten.minimum": "min",
+    "aten.max": "max",
+    "aten.min": "min",
+}
 
 
 @register_rule(*[f"aten.{name}" for name in MOVES])
@@ -71,8 +82,36 @@ def _copy(step: Step) -> Value:
 @register_rule("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.unbind",
                "aten.tensor_split")  # fmt: skip
 def _split(step: Step) -> list[Value]:
-    value = step.only()
-    return [value.times(1.0)] * step.call.results
+    """Bound the parts of a value; each remembers which entries it holds."""
+    value, name = step.only(), step.call.op.removeprefix("aten.")
+    axis = step.arguments.get("dim", 0) % len(value.shape)
+    given = [v for k, v in step.arguments.items() if k not in ("self", "dim")]
+    places = getattr(torch.ops.aten, name)(torch.arange(value.shape[axis]), *given, 0)
+    return [_part(value, axis, place) for place in places]
+
+
+@register_rule("aten.slice", "aten.select", "aten.narrow")
+def _slice(step: Step) -> Value:
+    value, name = step.only(), step.call.op.removeprefix("aten.")
+    if not value.shape:
+        return value.times(1.0, step.shape)
+    axis = step.arguments.get("dim", 0) % len(value.shape)
+    given = [v for k, v in step.arguments.items() if k not in ("self", "dim")]
+    place = getattr(torch.ops.aten, name)(torch.arange(value.shape[axis]), 0, *given)
+    part = _part(value, axis, place)
+    part.shape = step.shape
+    return part
+
+
+def _part(value: Value, axis: int, places: torch.Tensor) -> Value:
+    """Return the entries of a value at ``places`` along an axis, which are evenly spaced."""
+    numbers = places.flatten().tolist()
+    pace = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    taken = range(numbers[0], numbers[-1] + 1, pace) if numbers else range(0)
+    shape = [*value.shape[:axis], *places.shape, *value.shape[axis + 1 :]]
+    result = value.times(1.0, shape)
+    result.part = Part(value, axis, taken)
+    return result
 
 
 @register_rule("aten.expand", "aten.expand_as", "aten.repeat", "aten.repeat_interleave")
@@ -86,7 +125,75 @@ def _repeat(step: Step) -> float:
 @register_rule("aten.cat", "aten.stack", "aten.concat")
 def _join(step: Step) -> Value:
     found = step.inputs()
-    return concatenated(found, step.shape, [1.0] * len(found))
+    whole = concatenated(found, step.shape, [1.0] * len(found))
+    terms = _regrouped(_without_pairs(found))
+    if len(terms) == 1:
+        joined = terms[0].times(1.0, step.shape)
+    else:
+        joined = concatenated(terms, step.shape, [1.0] * len(terms))
+    return joined if joined.lipschitz < whole.lipschitz else whole
+
+
+def _without_pairs(values: list[Value]) -> list[Value]:
+    """Replace max(a, b) and min(a, b) by a and b, from which the pair has a distance-keeping map.
+
+    Sorting two numbers never moves two pairs of numbers further apart.
+    """
+    extrema: dict[tuple[int, ...], dict[str, list[int]]] = {}
+    for index, value in enumerate(values):
+        kind, operands = _extremum_of(value)
+        if kind:
+            key = tuple(sorted(id(operand) for operand in operands))
+            extrema.setdefault(key, {"max": [], "min": []})[kind].append(index)
+    result: list[Value | None] = [*values]
+    for found in extrema.values():
+        for one, other in zip(found["max"], found["min"], strict=False):
+            result[one], result[other] = _extremum_of(values[one])[1]
+    return [value for value in result if value is not None]
+
+
+def _extremum_of(value: Value) -> tuple[str, list[Value]]:
+    """Return 'max' or 'min' and the two values of the same shape, if it was computed so."""
+    origin = value.origin
+    if origin is None or origin.call.op not in EXTREMA:
+        return "", []
+    operands = [origin.arguments.get("self"), origin.arguments.get("other")]
+    if not all(isinstance(o, Value) and o.shape == value.shape for o in operands):
+        return "", []
+    return EXTREMA[origin.call.op], operands  # type: ignore[return-value]
+
+
+def _regrouped(values: list[Value]) -> list[Value]:
+    """Replace functions of parts of one value by one function of that value.
+
+    If ‖Δv‖ ≤ g·‖Δ part of s‖ for every v, all v together change by at most √c·‖Δs‖, where c is the
+    largest sum of g² over the parts that hold one entry of s.
+    """
+    groups: dict[tuple[int, int], list[Part]] = {}
+    rest: list[Value] = []
+    for value in values:
+        part = _part_of(value)
+        if part is None:
+            rest.append(value)
+        else:
+            groups.setdefault((id(part.source), part.axis), []).append(part)
+    for parts in groups.values():
+        sums: dict[int, list[float]] = {}
+        for part in parts:
+            for place in part.taken:
+                sums.setdefault(place, []).append(part.gain)
+        counts = {tuple(gains) for gains in sums.values()}
+        gains = [g[0] if len(g) == 1 else root_sum(g) for g in counts]
+        rest.append(parts[0].source.times(max(gains, default=0.0)))
+    return rest
+
+
+def _part_of(value: Value) -> Part | None:
+    """Return the part of an earlier value that determines this one, also through a convolution."""
+    if value.linear is None:
+        return value.part
+    part = value.linear.anchor.part
+    return None if part is None else replace(part, gain=up(part.gain * value.linear.norm))
 
 
 @register_rule("aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter")

@@ -106,6 +106,23 @@ class Linear:
         return up(upper * (1 + 2.0**-40) + self.slack)
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Where a value comes from: a function of some entries of an earlier value, without error.
+
+    Attributes:
+        source: The earlier value.
+        axis: Axis of the earlier value along which the entries were selected.
+        taken: The selected positions along that axis.
+        gain: Lipschitz constant of the function.
+    """
+
+    source: Value
+    axis: int
+    taken: range
+    gain: float = 1.0
+
+
 @dataclass(eq=False)
 class Value:
     """A value that depends on the network's input.
@@ -121,6 +138,7 @@ class Value:
         linear: The value as a convolution of an earlier one.
         reason: Why the constant is infinite.
         padding: If the value is a padded earlier value: that value, the mode, the amounts.
+        part: The entries of an earlier value on which it depends, if it does not depend on all.
         origin: The step that computed it.
     """
 
@@ -130,6 +148,7 @@ class Value:
     reason: str = ""
     apart: float = 0.0
     padding: tuple[Value, str, tuple[tuple[int, int], ...]] | None = field(default=None, repr=False)
+    part: Part | None = field(default=None, repr=False)
     origin: Step | None = field(default=None, repr=False)
 
     @cached_property
@@ -161,7 +180,11 @@ class Value:
         after = self.shape if shape is None else tuple(shape)  # () is the shape of a number
         why = self.why or ("" if gain < math.inf else INFINITE)
         error = up(error + apart) if apart else error
-        return Value(after, product if exact else up(product), reason=why, apart=error)
+        part = None if apart else self.part
+        if part is not None and gain != 1:
+            part = replace(part, gain=up(part.gain * gain))
+        constant = product if exact else up(product)
+        return Value(after, constant, reason=why, apart=error, part=part)
 
 
 @dataclass
