@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from lipbound.bounds import BOUNDS, bound, bracket
+from lipbound.constraints.maps import MAPS
 from lipbound.estimates import Climb
 from lipbound.geometry import check_kernel, convolution, named
 from lipbound.registry import unknown
@@ -34,7 +35,8 @@ class Constrained(nn.Module):
         layer: The convolution or Linear layer.
         norm: Limit on the norm.
         method: A name in ``BOUNDS``. All except ``'spectral'`` are bounds also in training, where
-            they are evaluated at every step.
+            they are evaluated at every step. Or a name in ``MAPS``, which makes the weight from
+            free parameters so that its norm is the limit, or less.
         rtol: Relative width of the certified bracket, by which the norm may be below the limit.
     """
 
@@ -43,13 +45,14 @@ class Constrained(nn.Module):
 
     def __init__(self, layer: nn.Module, norm: float, method: str, rtol: float):
         super().__init__()
-        if method not in BOUNDS:
-            raise unknown("bound method", method, BOUNDS)
+        if method not in BOUNDS and method not in MAPS:
+            raise unknown("method", method, [*BOUNDS, *MAPS])
         if not norm > 0:
             raise ValueError(f"norm={norm!r} must be positive, for example 1.0")
         self.norm, self.method, self.rtol = float(norm), method, rtol
         conv = convolution(layer)
         conv = replace(conv, kernel=conv.kernel.detach())
+        self.map = MAPS[method](conv).to(conv.kernel) if method in MAPS else None
         # Only the geometry is kept; the weight is an argument of every call.
         self.conv = replace(conv, kernel=conv.kernel[:0])
         self._layer = (layer,)  # in a tuple, so that it is not a submodule
@@ -73,6 +76,9 @@ class Constrained(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         self._check_layer()
+        weight = self._mapped(weight)
+        if self.training and self.map is not None:
+            return weight
         if self.training:
             with torch.autocast(weight.device.type, enabled=False):
                 return scaled(weight, (self.norm / self._estimate(weight)).clamp_max(1.0))
@@ -92,7 +98,9 @@ class Constrained(nn.Module):
         super().train(mode)
         parametrize._cache.pop((id(self._layer[0]), "weight"), None)  # see parametrize.cached()
         if not mode and parametrize.is_parametrized(self._layer[0], "weight"):
-            self._certify(self._layer[0].parametrizations["weight"].original)  # type: ignore
+            with torch.no_grad():
+                weight = self._mapped(self._layer[0].parametrizations["weight"].original)  # type: ignore
+            self._certify(weight)
         return self
 
     def _check_layer(self) -> None:
@@ -120,8 +128,15 @@ class Constrained(nn.Module):
                 )
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Accept any assigned weight; it is scaled when it is read."""
-        return weight
+        """Accept any assigned weight; it is scaled or mapped when it is read."""
+        return weight if self.map is None else self.map.start(weight)
+
+    def _mapped(self, free: Tensor) -> Tensor:
+        """Return the weight before it is scaled; the map computes in float32 at least."""
+        if self.map is None:
+            return free
+        with torch.autocast(free.device.type, enabled=False):
+            return (self.norm * self.map(widened(free))).to(free.dtype)
 
     def _estimate(self, weight: Tensor) -> Tensor:
         conv = replace(self.conv, kernel=widened(weight))
@@ -154,7 +169,7 @@ class Constrained(nn.Module):
         scale = torch.ones((), dtype=kind)
         while True:
             conv = replace(self.conv, kernel=scaled(weight, float(scale)))
-            spectral = self.method == "spectral"
+            spectral = self.method == "spectral" or self.map is not None
             upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
             if upper <= self.norm:
                 break
@@ -204,7 +219,11 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
     Args:
         module: ``nn.Conv*d``, ``nn.ConvTranspose*d``, ``nn.Linear``, or a model with some.
         norm: Limit on the norm.
-        method: Method that measures the layer, a name in ``BOUNDS``.
+        method: Method that measures the layer, a name in ``BOUNDS``. Or a method that makes its
+            weight from free parameters, a name in ``lipbound.constraints.MAPS``: ``'cayley'``,
+            ``'bjorck'`` or ``'exponential'`` for Linear layers and convolutions whose kernel is at
+            most the stride; ``'bcop'``, ``'aol'``, ``'sll'`` or ``'parseval'`` for others. These
+            need no measurement in training.
         rtol: Relative width of the bracket that certifies in eval mode.
 
     Returns:

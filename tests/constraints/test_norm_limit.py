@@ -228,7 +228,7 @@ def test_compile_export_autocast_and_inference():
     [
         (lambda: constrain(nn.ReLU()), "has no convolution"),
         (lambda: constrain(nn.Conv2d(1, 1, 1), 0.0), "norm=0.0 must be positive"),
-        (lambda: constrain(nn.Conv2d(1, 1, 1), 1.0, "guess"), "unknown bound method 'guess'"),
+        (lambda: constrain(nn.Conv2d(1, 1, 1), 1.0, "guess"), "unknown method 'guess'"),
     ],
 )
 def test_wrong_use_is_named(call, message):
