@@ -10,6 +10,7 @@ import typer
 from lipbound import __version__
 from lipbound.cli.attack import attack
 from lipbound.cli.audit import audit
+from lipbound.cli.certify import certify
 from lipbound.cli.paper import bench, reproduce
 from lipbound.cli.train import train
 
@@ -19,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure, certify and control the Lipschitz constant of convolutional networks.",
 )
-for command in (audit, train, attack, reproduce, bench):
+for command in (audit, train, attack, certify, reproduce, bench):
     app.command()(command)
 
 

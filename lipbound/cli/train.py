@@ -23,14 +23,14 @@ def train(
         list[str] | None,
         typer.Option(
             help="Training method (repeatable): baseline, lipreg, at, at+pm, at+lipreg, "
-            "at+spectral, or all. Default: at+lipreg."
+            "at+spectral, all (these six), or certified. Default: at+lipreg."
         ),
     ] = None,
     preset: Annotated[
         str,
         typer.Option(
             help="Settings to start from: digits, fast, fast-wrn, paper-cifar, paper-imagenet, "
-            "authors-code."
+            "authors-code; for the arm certified: digits, fast, cifar."
         ),
     ] = "digits",
     model: Annotated[
@@ -41,6 +41,9 @@ def train(
     ] = None,
     folder: FOLDER = None,
     epochs: Annotated[int | None, typer.Option(help="Number of epochs.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Minutes of training, instead of a number of epochs.")
+    ] = None,
     penalty: Annotated[
         str | None,
         typer.Option(help="Lipschitz penalty: lipbound, polygrid, spectral or power_iteration."),
@@ -77,11 +80,11 @@ def train(
         bool, typer.Option("--tensorboard", help="Also write TensorBoard logs.")
     ] = False,
 ) -> None:
-    """Train a network with adversarial training, a Lipschitz penalty, both or neither."""
+    """Train a network: adversarially, with a Lipschitz penalty, both, neither, or certified."""
     check_numbers(time_limit=time_limit, save_every=save_every)
     given = {
-        "model": model, "data": data, "epochs": epochs, "penalty": penalty, "floor": floor,
-        "penalty_weight": penalty_weight, "seed": seed,
+        "model": model, "data": data, "epochs": epochs, "minutes": minutes, "penalty": penalty,
+        "floor": floor, "penalty_weight": penalty_weight, "seed": seed,
         "batchnorm": "folded" if fold_batchnorm else None,
     }  # fmt: skip
     runs = _runs(arm, preset, {k: v for k, v in given.items() if v is not None}, set_ or [])
@@ -95,10 +98,11 @@ def _runs(
     arms: list[str] | None, preset: str, changes: dict[str, Any], texts: list[str]
 ) -> list[Settings]:
     """Return every run's settings; with several arms, options do not change what defines one."""
-    from lipbound.robust.training.settings import ARMS, parse, settings
+    from lipbound.robust.training.settings import ARMS, PAPER_ARMS, parse, settings
 
     changes = changes | dict(parse(text) for text in texts)
-    names = list(ARMS) if "all" in (arms or ()) else [*dict.fromkeys(arms or ["at+lipreg"])]
+    given = [PAPER_ARMS if arm == "all" else (arm,) for arm in arms or ["at+lipreg"]]
+    names = [*dict.fromkeys(name for some in given for name in some)]
     fixed = {name: ARMS.get(name, {}) if len(names) > 1 else {} for name in names}
     return [
         settings(name, preset, **{k: v for k, v in changes.items() if k not in fixed[name]})

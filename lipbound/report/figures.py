@@ -163,3 +163,29 @@ def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(0, 1)
     middle.legend(frameon=False, fontsize=8)
     save(figure, path)
+
+
+def certificate_figure(record: dict[str, Any], path: Path) -> None:
+    """Draw certified accuracy over the radius, below the accuracy under attack."""
+    save(certificate_axes(record), path)
+
+
+def certificate_axes(record: dict[str, Any]) -> Any:
+    """Return the figure of a certification: the proved curve, and the attacked accuracies."""
+    figure, axes = canvas().subplots(figsize=(6.2, 3.6), layout="constrained")
+    radii, shares = zip(*record["curve"], strict=True)
+    axes.plot(radii, shares, color="C0", label="proved")
+    axes.fill_between(radii, shares, color="C0", alpha=0.12, lw=0)
+    points = {"0": record["clean"], **record.get("attacked", {})}
+    if len(points) > 1:
+        places, found = [float(radius) for radius in points], list(points.values())
+        ends = zip(*(one["interval"] for one in found), strict=True)
+        axes.plot(places, [f["accuracy"] for f in found], "o-", ms=4, color="C3", label="attacked")
+        axes.fill_between(places, *ends, color="C3", alpha=0.12, lw=0)
+    axes.set_xlabel("L2 radius, pixels in [0, 1]")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, 1)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, loc="upper right")
+    tidy(axes)
+    return figure

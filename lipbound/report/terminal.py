@@ -166,7 +166,10 @@ class TrainingView:
 
     def epoch(self, record: Record) -> None:
         clean, robust = record["held_out_accuracy"], record["held_out_pgd_accuracy"]
-        held = "" if clean is None else f"  clean {clean:.3f}  pgd {robust:.3f}"
+        estimate = record.get("held_out_certified_estimate")
+        held = "" if clean is None else f"  clean {clean:.3f}"
+        held += "" if robust is None else f"  pgd {robust:.3f}"
+        held += "" if estimate is None else f"  certified (estimate) {estimate:.3f}"
         self.numbers = f"{held}  product 10^{record['log10_product']:.2f}"
         if self.bar is None:
             line = f"{self.title}  epoch {record['epoch']}  loss {record['loss']:.3f}"
@@ -187,6 +190,10 @@ def training_table(summaries: Sequence[Record]) -> None:
     for which in ("best", "final"):
         for heading in (f"{which}\naccuracy", "\nPGD", "\nproduct"):
             table.add_column(heading, justify="right", no_wrap=True)
+    done = [row["final"] for row in summaries if not row["stopped"]]
+    proved = {row["certified_radius"] for row in done if "certified_radius" in row}
+    if proved:
+        table.add_column("\ncertified", justify="right", no_wrap=True)
     table.add_column("\nms/step", justify="right", no_wrap=True)
     for row in summaries:
         if row["stopped"]:
@@ -194,10 +201,68 @@ def training_table(summaries: Sequence[Record]) -> None:
         cells = []
         for which in ("best", "final"):
             found = row[which]
-            cells += [f"{100 * found[k]:.1f} %" for k in ("test_accuracy", "test_pgd_accuracy")]
+            for name in ("test_accuracy", "test_pgd_accuracy"):
+                cells.append("" if found[name] is None else f"{100 * found[name]:.1f} %")
             cells.append(f"10^{found['log10_product']:.2f}")
+        if proved:
+            share = row["final"].get("certified_accuracy")
+            cells.append("" if share is None else f"{100 * share:.1f} %")
         table.add_row(escape(row["arm"]), *cells, f"{row['step_ms']:.1f}")
     Screen().show(table)
+    if len(proved) == 1:
+        echo(
+            f"certified: test images that are proved to keep their right class at every point "
+            f"within the L2 radius {proved.pop():.4f}"
+        )
+
+
+def certificate_table(record: Record) -> None:
+    """Print certified accuracies with intervals, beside the accuracy under attack."""
+    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
+                  pad_edge=False)  # fmt: skip
+    for heading in ("L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cells in certificate_rows(record):
+        table.add_row(*cells)
+    Screen().show(table)
+    for sentence in certificate_words(record):
+        echo(sentence)
+
+
+def certificate_rows(record: Record) -> list[list[str]]:
+    """Return radius, certified accuracy, interval, worst class, and accuracy under attack."""
+    rows = [_certified("0 (clean)", record["clean"], "", "")]
+    for radius, found in record["certified"].items():
+        worst = min(share for share in found["by_class"] if not math.isnan(share))
+        attack = record.get("attacked", {}).get(radius)
+        shown = f"{100 * attack['accuracy']:.1f} %" if attack else ""
+        rows.append(_certified(f"{float(radius):.4f}", found, f"{100 * worst:.1f} %", shown))
+    return rows
+
+
+def _certified(name: str, found: Record, worst: str, attack: str) -> list[str]:
+    low, high = found["interval"]
+    ends = f"{100 * low:.1f} to {100 * high:.1f} %"
+    return [name, f"{100 * found['accuracy']:.1f} %", ends, worst, attack]
+
+
+def certificate_words(record: Record) -> list[str]:
+    """Say what the bound is, what was certified, and what the attack shows."""
+    said = (
+        f"The network has no Lipschitz bound, so nothing is certified: {record['reason']}"
+        if record["lipschitz"] is None
+        else f"The network's Lipschitz constant is at most {record['lipschitz']:.4g}."
+    )
+    words = [said, f"Certified on {record['images']} images ({record['arithmetic']})."]
+    attacked = record.get("attacked", {})
+    if attacked:
+        count = next(iter(attacked.values()))["images"]
+        words.append(
+            f"The last column is the accuracy of the first {count} images under PGD in L2. No "
+            f"proof can certify more."
+        )
+    return words
 
 
 def attack_table(record: Record) -> None:

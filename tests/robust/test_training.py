@@ -25,13 +25,14 @@ from lipbound.robust.training.batches import START
 from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.loop import _signals, train
 from lipbound.robust.training.run import Run
-from lipbound.robust.training.settings import ARMS, as_dict, settings
+from lipbound.robust.training.settings import PAPER_ARMS, as_dict, settings
 from lipbound.robust.training.trained import load_model
 from lipbound.robust.training.weight_perturbation import perturbed
 
 SAID = "Stopping after this step. Press Ctrl-C again to stop immediately."
 EXACT = {
-    **{arm: {"arm": arm} for arm in ARMS},
+    **{arm: {"arm": arm} for arm in PAPER_ARMS},
+    "certified": {"arm": "certified", "model": "shift-digits", "randaugment": 0.5, "colour": 0.1},
     "ema, dropout": {"model": "wrn-10-1", "ema": 0.9, "dropout": 0.3, "arm": "at"},
     "awp": {"model": "wrn-10-1", "awp": 0.01, "arm": "at+spectral"},
     "folded, floor": {"batchnorm": "folded", "floor": 1.0, "attack_mode": "train"},

@@ -112,12 +112,23 @@ def moves(count: int, crop: int, generator: torch.Generator) -> tuple[Tensor, Te
     return shifts, torch.rand(count, generator=generator) < 0.5
 
 
-def moved(images: Tensor, shifts: Tensor, mirrored: Tensor | None, crop: int) -> Tensor:
-    """Pad each image by ``crop`` zeros, crop it at its shift, and flip the marked ones."""
+def moved(
+    images: Tensor, shifts: Tensor, mirrored: Tensor | None, crop: int, border: str = "constant"
+) -> Tensor:
+    """Pad each image by ``crop`` pixels, crop it at its shift, and flip the marked ones.
+
+    Args:
+        images: Bytes, ``(count, channels, height, width)``.
+        shifts: Row and column of each crop, ``(2, count)``.
+        mirrored: Images to flip; ``None`` for none.
+        crop: Width of the padding.
+        border: Mode of ``torch.nn.functional.pad``; ``'constant'`` pads with zeros.
+    """
     count, channels, height, width = images.shape
     device = images.device
     if crop:
-        padded = torch.nn.functional.pad(images, (crop,) * 4)
+        given = images if border == "constant" else images.float()  # reflection needs floats
+        padded = torch.nn.functional.pad(given, (crop,) * 4, mode=border).to(images.dtype)
         shifts = shifts.to(device, non_blocking=True)
         rows = shifts[0][:, None] + torch.arange(height, device=device)  # (count, height)
         columns = shifts[1][:, None] + torch.arange(width, device=device)

@@ -10,6 +10,7 @@ from torch import nn
 from lipbound.robust.models.digits import DigitsNet, SmallCNN
 from lipbound.robust.models.normalization import Normalize, normalized
 from lipbound.robust.models.resnet import ImageNetResNet, ResNet
+from lipbound.robust.models.shift import ShiftNetwork
 from lipbound.robust.models.wide_resnet import PreActResNet18, WideResNet
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Normalize",
     "PreActResNet18",
     "ResNet",
+    "ShiftNetwork",
     "SmallCNN",
     "WideResNet",
     "normalized",
@@ -34,6 +36,19 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "preact-resnet18": PreActResNet18,
     "resnet50": partial(ImageNetResNet, (3, 4, 6, 3)),
     "resnet101": ImageNetResNet,
+    "shift-digits": partial(
+        ShiftNetwork,
+        size=8,
+        width=64,
+        depth=4,
+        kernel=3,
+        stride=1,
+        cells=2,
+        dense=1,
+        dense_width=128,
+    ),
+    "shift-128x8": partial(ShiftNetwork, width=128, depth=8, dense=2, dense_width=512),
+    "shift-512x12": ShiftNetwork,
     "wrn-10-1": partial(WideResNet, 10, 1),
     "wrn-16-4": partial(WideResNet, 16, 4),
     "wrn-28-4": partial(WideResNet, 28, 4),

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.data.sets import Data, Memory, Split, moved, moves
+from lipbound.robust.training.augment import DRAWS, augmented
 from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.settings import Settings
 
 ORDER, MOVES, START, CHECK = range(4)  # purposes of random numbers
+AFTER = 1 << 40  # added to a step for the random numbers of its second augmentation
 
 
 class Feed:
@@ -38,6 +40,8 @@ class Feed:
         self.train: Split = data.train
         if isinstance(data.train, Memory):
             self.train = data.train.to(who.device)
+        compiled = chosen.compile and who.device.type == "cuda"
+        self.augment = torch.compile(augmented, dynamic=False) if compiled else augmented
         self._coming: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -58,8 +62,14 @@ class Feed:
         if chosen.augment and (self.data.crop or self.data.flip):
             shifts, mirrored = moves(chosen.batch, self.data.crop, self._draw(MOVES, step))
             flips = mirrored[mine] if self.data.flip else None
-            images = moved(images, shifts[:, mine], flips, self.data.crop)
-        return self.pixels(images, labels)
+            border = "constant" if chosen.border == "zeros" else chosen.border
+            images = moved(images, shifts[:, mine], flips, self.data.crop, border)
+        images, labels = self.pixels(images, labels)
+        if chosen.augment and (chosen.colour or chosen.randaugment):
+            draw = torch.Generator(self.who.device).manual_seed(self._seed(MOVES, AFTER + step))
+            numbers = torch.rand(DRAWS, chosen.batch, device=self.who.device, generator=draw)
+            images = self.augment(images, numbers[:, mine], chosen.colour, chosen.randaugment)
+        return images, labels
 
     def pixels(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Move images to the device, with pixels in [0, 1]."""

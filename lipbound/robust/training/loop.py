@@ -88,7 +88,7 @@ def _trained(
             for said in state[2]:
                 _say(limits.watcher, limits.who, f"{said}; continuing from step {run.step}")
         done = folder.finished()
-        if done is not None and run.step == run.steps:
+        if done is not None and run.over:
             return done
         folder.cut_records(run.step, run.due)
         stopped = _steps(run, folder, limits)
@@ -107,7 +107,7 @@ def _trained(
 
 def _steps(run: Run, folder: RunFolder, limits: _Limits) -> str:
     """Train to the end, or write a checkpoint, stop and return the reason."""
-    while run.step < run.steps or run.due:
+    while not run.over or run.due:
         reason = limits.reason(run.step)
         if reason:
             folder.save(run.step, *run.state())
@@ -130,7 +130,7 @@ def _checked(run: Run, folder: RunFolder, limits: _Limits) -> None:
         limits.watcher.epoch(record)
     if better:
         folder.weights("best", run.weights(), run.about(record))
-    if run.step == run.steps:
+    if run.over:
         folder.weights("final", run.weights(), run.about(record))
     folder.save(run.step, *run.state())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class Networks:
         self, model: nn.Module, images: Tensor, labels: Tensor, start: Tensor | None,
         *, iterations: int, training: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the images after PGD on one of the networks, in training or in eval mode."""
+        """Return the images after PGD on a network, in training or in eval mode."""
         chosen, before = self.chosen, model.training
 
         def attack(images: Tensor, labels: Tensor, *start: Tensor) -> tuple[Tensor]:
@@ -78,7 +79,8 @@ class Networks:
 
         model.train(training)
         inputs = [images, labels] if start is None else [images, labels, start]
-        if self.replay is not None:
+        own = model is self.model or model is self.average
+        if self.replay is not None and own:  # a graph holds the memory of one network
             key = (model is self.average, training, iterations)
             (attacked,) = self.replay(key, attack, inputs, model.buffers() if training else ())
         else:
@@ -105,14 +107,20 @@ class Networks:
 
 
 def measure(
-    networks: Networks, feed: Feed, split: Split, indices: Tensor, stop: Sequence[str] = ()
+    networks: Networks,
+    model: nn.Module,
+    feed: Feed,
+    images: tuple[Split, Tensor],
+    stop: Sequence[str] = (),
 ) -> tuple[float, float]:
-    """Return the accuracies of the evaluated network without attack and under PGD.
+    """Return the accuracies of a network without attack and under PGD.
+
+    The second is NaN if the settings ask for no attack.
 
     Raises:
         Stopped: If the process was asked to stop.
     """
-    model, chosen, who = networks.evaluated, networks.chosen, networks.who
+    (split, indices), chosen, who = images, networks.chosen, networks.who
     own = indices[who.mine(len(indices))]
     size = chosen.batch // who.size
     counts = torch.zeros(2, device=who.device)
@@ -123,14 +131,16 @@ def measure(
         which = own[place : place + size]
         rest = own[-1:].repeat(size - len(which))
         padded = torch.cat([which, rest])  # one shape needs one compiled graph
-        images, labels = feed.pixels(*split.load(padded))
-        start = feed.start(images, CHECK, 1 + place)
-        attacked = networks.attacked(
-            model, images, labels, start, iterations=chosen.check_attack, training=False
-        )
+        pixels, labels = feed.pixels(*split.load(padded))
+        batches = [pixels]
+        if chosen.check_attack:
+            start = feed.start(pixels, CHECK, 1 + place)
+            batches.append(networks.attacked(
+                model, pixels, labels, start, iterations=chosen.check_attack, training=False
+            ))  # fmt: skip
         with torch.no_grad(), networks.autocast():
-            for row, batch in enumerate((images, attacked)):
+            for row, batch in enumerate(batches):
                 right = model(batch).argmax(1) == labels
                 counts[row] += right[: len(which)].sum()
     clean, robust = (who.sum(counts) / len(indices)).tolist()
-    return clean, robust
+    return clean, robust if chosen.check_attack else math.nan

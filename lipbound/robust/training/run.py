@@ -6,6 +6,7 @@ checkpoint holds the rest. A resumed run is therefore equal to one that was not 
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -15,15 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lipbound.constraints.orthogonal import orthogonal_layers
+from lipbound.network.accuracy import certified_accuracy
+from lipbound.network.audits import audit
 from lipbound.penalty.penalty import Penalty
 from lipbound.robust.data.sets import Data
 from lipbound.robust.training.batches import START, Feed
+from lipbound.robust.training.certified import SETTLED, MarginDescent
 from lipbound.robust.training.distributed import Team
+from lipbound.robust.training.margins import certified_radii
 from lipbound.robust.training.networks import Networks, Stopped, measure
 from lipbound.robust.training.settings import Settings, as_dict
 from lipbound.robust.training.weight_perturbation import perturbed
 
 __all__ = ["Run", "Stopped", "Watcher", "penalty_of"]
+
+PARTS = 1_000_000  # into which a schedule divides a training of given minutes
+FIRST = 4  # steps in which code is compiled; they do not count in a training of given minutes
 
 
 class Watcher(Protocol):
@@ -41,18 +50,38 @@ class Descent:
 
     Args:
         networks: The network in training.
+        penalty: Penalty to add to the loss.
     """
 
-    def __init__(self, networks: Networks):
+    def __init__(self, networks: Networks, penalty: Penalty | None = None):
         self.networks, self.who, self.chosen = networks, networks.who, networks.chosen
+        self.penalty = penalty
         self.parameters: list[Tensor] = list(networks.model.parameters())
-        chosen = self.chosen
         self.optimizer = torch.optim.SGD(
-            self.parameters, chosen.lr, chosen.momentum, nesterov=chosen.nesterov,
-            weight_decay=chosen.weight_decay, fused=self.who.device.type == "cuda",
-        )  # fmt: skip
+            self.parameters,
+            self.chosen.lr,
+            self.chosen.momentum,
+            nesterov=self.chosen.nesterov,
+            weight_decay=self.chosen.weight_decay,
+            fused=self.who.device.type == "cuda",
+        )
 
-    def gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def take(
+        self, images: Tensor, labels: Tensor, rate: float, progress: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Take a step at a learning rate; return loss, penalty and logits."""
+        loss, logits = self._gradients(images, labels)
+        value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return loss, value, logits
+
+    def settled(self) -> nn.Module:
+        """Return the network to evaluate and save."""
+        return self.networks.evaluated
+
+    def _gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return loss and logits, and store the mean gradients over all processes in ``.grad``."""
         loss, logits = self._backward(images, labels)
         buffers = list(self.networks.model.buffers())
@@ -74,12 +103,6 @@ class Descent:
         loss.backward()
         self.who.mean(p.grad for p in self.parameters if p.grad is not None)
         return loss, logits
-
-    def step(self, rate: float) -> None:
-        """Move the weights along the gradients, at a learning rate."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the momentum by the parameter's index."""
@@ -113,9 +136,10 @@ class Run:
         torch.manual_seed(chosen.seed)
         self.networks = Networks(chosen, data, who)
         self.model = self.networks.model
-        self.descent = Descent(self.networks)
         self.penalty = penalty_of(chosen, self.model, data)
-        self.gauge = Penalty(self.networks.evaluated, 1.0)
+        self.descent = self._descent()
+        self.ready = self.networks.evaluated
+        self.gauge = Penalty(self.ready, 1.0, exclude=orthogonal_layers(self.ready))
         self.steps = self.feed.per_epoch * chosen.epochs
         self.step = 0
         self.best = -1.0
@@ -124,11 +148,36 @@ class Run:
         self.record: dict[str, Any] = {}
         self.shown = 0.0
 
+    def _descent(self) -> Descent | MarginDescent:
+        if self.chosen.loss == "cross-entropy":
+            return Descent(self.networks, self.penalty)
+        some = self.feed.kept[:SETTLED]
+        return MarginDescent(self.networks, self.feed.pixels(*self.feed.train.load(some))[0])
+
+    @property
+    def progress(self) -> float:
+        """Share of the training that is over: of its steps, or of its minutes if it has some."""
+        if not self.chosen.minutes:
+            return self.step / self.steps
+        return min(1.0, self.seconds / (60 * self.chosen.minutes))
+
+    @property
+    def over(self) -> bool:
+        """Whether the last step is taken."""
+        return self.progress >= 1
+
     @property
     def due(self) -> bool:
-        """Whether an epoch is over and its record is not yet made."""
-        over = self.step > 0 and self.step % self.feed.per_epoch == 0
-        return over and self.record.get("step") != self.step
+        """Whether it is time for a record, which is not yet made."""
+        between = self.feed.per_epoch * self.chosen.check_every
+        time = self.step > 0 and (self.step % between == 0 or self.over)
+        return time and self.record.get("step") != self.step
+
+    def _rate(self, step: int) -> float:
+        """Return the learning rate of a step; with a time limit, that of now."""
+        if self.chosen.minutes:
+            return self.chosen.learning_rate(round(self.progress * PARTS), PARTS)
+        return self.chosen.learning_rate(step, self.steps)
 
     def advance(self, watcher: Watcher | None = None) -> None:
         """Take one training step."""
@@ -140,9 +189,8 @@ class Run:
                 iterations=self.chosen.attack, training=self.chosen.attack_mode == "train",
             )  # fmt: skip
         self.model.train()
-        loss, logits = self.descent.gradients(images, labels)
-        value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
-        self.descent.step(self.chosen.learning_rate(self.step, self.steps))
+        rate = self._rate(self.step)
+        loss, value, logits = self.descent.take(images, labels, rate, self.progress)
         self.step += 1
         self.networks.follow(images, self.step)
         with torch.no_grad():
@@ -152,8 +200,14 @@ class Run:
         now = time.perf_counter()
         if watcher is not None and self.who.first and now - self.shown > 0.5:
             self.shown = now  # reading the loss waits for the device: not at every step
-            watcher.step(self.step, self.steps, float(loss.detach()))
-        self.seconds += time.perf_counter() - start
+            expected = round(self.step / max(self.progress, 1e-6))
+            watcher.step(self.step, expected, float(loss.detach()))
+        if not self.chosen.minutes or self.step > FIRST:
+            self.seconds += time.perf_counter() - start
+        if self.chosen.minutes and self.who.size > 1:  # all processes must agree on the time
+            seconds = torch.tensor([self.seconds], dtype=torch.float64, device=self.who.device)
+            self.who.share([seconds])
+            self.seconds = float(seconds)
 
     def check(self) -> tuple[dict[str, Any], bool]:
         """Return the epoch's record, and whether these weights are the best so far.
@@ -164,11 +218,15 @@ class Run:
         """
         loss, value, right = self._means()
         held = self.feed.held[: self.chosen.check]
+        self.ready = self.descent.settled()
         clean = robust = math.nan
+        estimated: dict[str, float] = {}
         if len(held):
-            clean, robust = measure(self.networks, self.feed, self.feed.train, held, self.stop)
+            images = (self.feed.train, held)
+            clean, robust = measure(self.networks, self.ready, self.feed, images, self.stop)
+            estimated = self._estimated(held)
         self.sums.zero_()
-        score = robust if self.chosen.attack else clean
+        score = next(iter(estimated.values()), robust if self.chosen.attack else clean)
         better = not score <= self.best  # without held-out images the newest weights are the best
         self.best = score if better else self.best
         self.record = {
@@ -179,8 +237,9 @@ class Run:
             "train_accuracy": right,
             "held_out_accuracy": None if math.isnan(clean) else clean,
             "held_out_pgd_accuracy": None if math.isnan(robust) else robust,
+            **estimated,
             "log10_product": self.log10_product(),
-            "lr": self.chosen.learning_rate(self.step - 1, self.steps),
+            "lr": self._rate(self.step - 1),
             "seconds": round(self.seconds, 3),
         }
         return self.record, better
@@ -202,18 +261,55 @@ class Run:
             )
         return loss, value, right
 
+    @torch.no_grad()
+    def _estimated(self, indices: Tensor) -> dict[str, float]:
+        """Estimate the certified accuracy on some training images, with the tracked constant."""
+        if not isinstance(self.descent, MarginDescent):
+            return {}
+        self.ready.eval()
+        constants, count = self.descent.constants(self.ready), 0.0
+        for part in indices.split(self.chosen.batch):
+            images, labels = self.feed.pixels(*self.feed.train.load(part))
+            radii = certified_radii(self.ready(images), labels, constants)
+            count += float((radii > self.chosen.certify).sum())
+        return {"held_out_certified_estimate": count / len(indices)}
+
     def test(self, weights: dict[str, Tensor]) -> dict[str, Any]:
         """Return the accuracies of stored weights on the test set."""
         self.model.load_state_dict(weights)
         self.networks.evaluated.load_state_dict(weights)
-        split, every = self.data.test, torch.arange(len(self.data.test))
-        clean, robust = measure(self.networks, self.feed, split, every, self.stop)
+        model, images = self.networks.evaluated, (self.data.test, torch.arange(len(self.data.test)))
+        if isinstance(self.descent, MarginDescent):
+            model = copy.deepcopy(model)  # a copy is not compiled, for other shapes
+        clean, robust = measure(self.networks, model, self.feed, images, self.stop)
         product = self.log10_product()
-        return {"test_accuracy": clean, "test_pgd_accuracy": robust, "log10_product": product}
+        found = {
+            "test_accuracy": clean,
+            "test_pgd_accuracy": None if math.isnan(robust) else robust,
+            "log10_product": product,
+        }
+        return {**found, **self._certified()} if self.chosen.certify else found
+
+    def _certified(self) -> dict[str, Any]:
+        """Return the bound of the network and its certified accuracy on the test set, proved."""
+        model = copy.deepcopy(self.networks.evaluated)  # a copy is not compiled
+        found = audit(model, self.data.input_shape, search=0)
+        split = self.data.test
+        parts = torch.arange(len(split)).split(self.chosen.batch)
+        batches = (self.feed.pixels(*split.load(part)) for part in parts)
+        proved = certified_accuracy(model, found, batches, [self.chosen.certify])
+        return {
+            "lipschitz": found.upper if math.isfinite(found.upper) else None,
+            "certified_radius": self.chosen.certify,
+            "certified_accuracy": proved.accuracy[0],
+        }
 
     @torch.no_grad()
     def log10_product(self) -> float:
-        """Return log10 of the product of LipBounds of convolutions, BatchNorms, hidden Linears."""
+        """Return log10 of the product of LipBounds of convolutions, BatchNorms, hidden Linears.
+
+        Layers that are kept orthogonal count with their norm of 1.
+        """
         self.model.eval()
         return float(self.gauge()) / math.log(10)
 
@@ -222,14 +318,14 @@ class Run:
             **self.record,
             "arm": self.chosen.arm,
             "epochs": self.chosen.epochs,
-            "steps": self.steps,
+            "steps": self.step if self.chosen.minutes else self.steps,
             "step_ms": round(1000 * self.seconds / self.step, 3) if self.step else None,
             "stopped": "",
         }
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that are evaluated and saved."""
-        return self.networks.evaluated.state_dict()
+        return self.ready.state_dict()
 
     def about(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a weights file, which suffices to rebuild the network."""
@@ -270,8 +366,12 @@ class Run:
 
     def _parts(self) -> dict[str, Any]:
         """Return what has a state of its own, by the name in a checkpoint."""
-        parts = {"model": self.model, "average": self.networks.average,
-                 "momentum": self.descent, "penalty": self.penalty}  # fmt: skip
+        parts = {
+            "model": self.model,
+            "average": self.networks.average,
+            "momentum": self.descent,
+            "penalty": self.penalty,
+        }
         return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -281,8 +381,12 @@ def penalty_of(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None
         return None
     batchnorm: dict[str, bool | str] = {"apart": True, "folded": "folded", "left out": False}
     return Penalty(
-        model, chosen.penalty_weight, chosen.penalty,
+        model,
+        chosen.penalty_weight,
+        chosen.penalty,
         include_batchnorm=batchnorm[chosen.batchnorm],
-        floor=chosen.floor or None, samples=chosen.samples or None,
-        iterations=chosen.iterations, input_shape=data.input_shape,
-    )  # fmt: skip
+        floor=chosen.floor or None,
+        samples=chosen.samples or None,
+        iterations=chosen.iterations,
+        input_shape=data.input_shape,
+    )

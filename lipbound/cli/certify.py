@@ -1,0 +1,109 @@
+"""``lipbound certify``."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lipbound.cli.arguments import DEVICE, FOLDER, PLOT, bar, check_numbers, check_plot
+
+RADII = ("36/255", "72/255", "108/255")
+
+
+def certify(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="Folder of a training run, or one of its .safetensors files."),
+    ],
+    radius: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="L2 radius, a number or a fraction such as 36/255 (repeatable). Default: 36/255, "
+            "72/255 and 108/255."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Data set. Default: the one of the training run.")
+    ] = None,
+    folder: FOLDER = None,
+    count: Annotated[int, typer.Option(help="Number of test images (0: all).")] = 0,
+    attacked: Annotated[
+        int,
+        typer.Option(help="Number of images to attack at each radius, for comparison (0: none)."),
+    ] = 200,
+    batch: Annotated[int, typer.Option(help="Number of images per batch.")] = 250,
+    device: DEVICE = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Append the record to this JSON Lines file.")
+    ] = None,
+    plot: PLOT = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with the table and the curve to this file.")
+    ] = None,
+) -> None:
+    """Prove which test images keep their class within a radius, and attack some for comparison."""
+    from lipbound.cli.arguments import check_report
+    from lipbound.files import append, check_file, check_writable, write
+
+    if not checkpoint.is_dir():
+        check_file(checkpoint)
+    radii = [radius_of(text) for text in radius or RADII]
+    check_numbers(count=count, attacked=attacked)
+    check_plot(plot)
+    check_report(html)
+    check_writable(out, plot, html)
+    import torch
+
+    from lipbound.report.terminal import certificate_table, echo
+    from lipbound.robust.certification import certification
+    from lipbound.robust.data import data_set
+    from lipbound.robust.training.assess import networks
+    from lipbound.runtime import pick_device
+
+    network = networks(checkpoint)[-1]  # the final one of a run
+    name = data or network.settings.data
+    test = data_set(name, folder).test
+    images = test.load(torch.arange(min(count or len(test), len(test))))
+    record = certification(
+        network, images, radii, pick_device(device),
+        attacked=attacked, batch=batch, progress=bar,
+        say=lambda what: typer.echo(f"{what} ...", err=True),
+    )  # fmt: skip
+    record["data"] = name
+    if json_:
+        echo(json.dumps(record, indent=1))
+    else:
+        certificate_table(record)
+    if out is not None:
+        append(out, record)
+    if plot is not None:
+        from lipbound.report.figures import certificate_figure
+
+        certificate_figure(record, plot)
+        typer.echo(f"wrote {plot}", err=True)
+    if html is not None:
+        from lipbound.report.certificate_page import certificate_page
+
+        write(html, certificate_page(record).encode())
+        typer.echo(f"wrote {html}", err=True)
+
+
+def radius_of(text: str) -> float:
+    """Read a number or a fraction.
+
+    Example:
+        >>> radius_of("51/255")
+        0.2
+    """
+    try:
+        value = float(Fraction(text))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"--radius {text!r} is not a positive number; write 0.25 or 36/255")
+    return value

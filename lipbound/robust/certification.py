@@ -1,0 +1,125 @@
+"""Certify the networks of a training run on a data set: accuracies, a curve, and an attack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipbound.files import provenance
+from lipbound.network.accuracy import CertifiedAccuracy, certified_accuracy
+from lipbound.network.audits import audit
+from lipbound.robust.attacks.evaluate import accuracy
+from lipbound.robust.attacks.pgd_restarts import strongest_pgd
+from lipbound.robust.training.trained import Trained
+from lipbound.runtime import Progress, silent
+
+POINTS = 60  # of the curve
+ARITHMETIC = "real arithmetic, float64 logits"
+
+
+def certification(
+    network: Trained,
+    images: tuple[Tensor, Tensor],
+    radii: Sequence[float],
+    device: torch.device,
+    *,
+    attacked: int = 0,
+    batch: int = 250,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Audit a network, certify images, and attack some of them at the same radii.
+
+    Args:
+        network: The network.
+        images: uint8 pixels and labels.
+        radii: L2 radii.
+        device: Device to compute on. The audit runs on the CPU.
+        attacked: Number of images to attack by PGD in L2, at every radius; 0 for none.
+        batch: Number of images at a time.
+        say: Called with the name of each stage when it begins.
+        progress: Shows the progress of the certificates.
+
+    Returns:
+        The record: accuracies with their intervals and by class, a curve, the bound of the network.
+
+    Raises:
+        ValueError: If the images do not fit the network, or a radius is not positive.
+    """
+    pixels, labels = images
+    if tuple(pixels.shape[1:]) != network.input_shape:
+        raise ValueError(
+            f"the images are {tuple(pixels.shape[1:])}, but the network takes {network.input_shape}"
+        )
+    for radius in radii:
+        if not 0 < radius < math.inf:
+            raise ValueError(f"radius={radius!r} must be positive and finite")
+    say("audit")
+    bounds = audit(network.model.cpu(), network.input_shape, search=0)
+    model = network.model.to(device)
+    say("certificates")
+    starts = range(0, len(labels), batch)
+    batches = (_batch(images, start, batch, device) for start in progress(starts, "images"))
+    found = certified_accuracy(model, bounds, batches, radii)
+    record = {
+        "experiment": "certify",
+        "checkpoint": network.path.name,
+        "arm": network.settings.arm,
+        "model": network.settings.model,
+        "arithmetic": ARITHMETIC,
+        "lipschitz": bounds.upper if math.isfinite(bounds.upper) else None,
+        "features": bounds.features if bounds.head is not None else None,
+        "reason": bounds.reason,
+        **_accuracies(found),
+    }
+    if attacked:
+        say("attack")
+        first = _batch(images, 0, attacked, device)
+        record["attacked"] = {
+            f"{radius:.6f}": _attacked(model, first, radius, batch) for radius in radii
+        }
+    return {**record, **provenance(str(device))}
+
+
+def _batch(
+    images: tuple[Tensor, Tensor], start: int, count: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    pixels, labels = (part[start : start + count].to(device) for part in images)
+    return pixels.float() / 255, labels
+
+
+def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:
+    right = found.predictions == found.labels
+    most = float(found.certified.max())
+    points = [most * place / POINTS for place in range(POINTS + 1)]
+    return {
+        "images": len(right),
+        "clean": accuracy(right),
+        "certified": {
+            f"{radius:.6f}": {
+                **accuracy(right & (found.certified > radius)),
+                "by_class": found.by_class(radius),
+            }
+            for radius in found.radii
+        },
+        "median_radius": float(found.certified[right].median()) if right.any() else 0.0,
+        "curve": [
+            [point, float((right & (found.certified > point)).double().mean())] for point in points
+        ],
+    }
+
+
+def _attacked(
+    model: torch.nn.Module, images: tuple[Tensor, Tensor], radius: float, batch: int
+) -> dict[str, Any]:
+    """Return the accuracy under PGD within an L2 ball."""
+    pixels, labels = images
+    broken = strongest_pgd(
+        model, pixels, labels, radius=radius, step=0.25 * radius, iterations=50, restarts=2,
+        ball="l2", loss="alternate", width=batch,
+    ).broken  # fmt: skip
+    return accuracy(~broken)

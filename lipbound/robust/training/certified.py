@@ -1,0 +1,217 @@
+"""Training for certificates: margins against a tracked Lipschitz constant, orthogonal layers kept.
+
+The constant is estimated while the network trains, by one warm step per layer whose norm is not
+known. It is proved once, at the end, by an audit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lipbound.constraints.layers import settle
+from lipbound.constraints.orthogonal import Retraction, orthogonal_layers
+from lipbound.cuda_graphs import Repeated
+from lipbound.network.audits import audit
+from lipbound.penalty.penalty import Penalty
+from lipbound.robust.attacks.recheck import tf32
+from lipbound.robust.training.margins import LOSSES, pair_constants
+from lipbound.robust.training.networks import Networks
+from lipbound.robust.training.settings import Settings
+
+BETAS = (0.9, 0.99)  # of Adam
+CLIP = 3.0  # largest norm of the gradient
+FIRST = 1 / 30  # share of the margin's radius with which training begins
+RAMP = 0.5  # share of the training after which the radius is the whole one
+SETTLED = 4096  # images from which the stored means are computed
+
+
+class MarginDescent:
+    """Adam on a margin loss, with the orthogonal layers kept orthogonal.
+
+    The head has rows of equal norm: a direction for each class and one scale for all are trained
+    instead of its weight. On a GPU the whole step is one CUDA graph.
+
+    Args:
+        networks: The network in training. It has ``features`` and a Linear layer ``head``.
+        images: Training images, from which :meth:`settle` computes the stored means.
+
+    Raises:
+        ValueError: If the network has no such head, or a part without a Lipschitz constant.
+    """
+
+    def __init__(self, networks: Networks, images: Tensor):
+        self.networks, self.who, self.chosen = networks, networks.who, networks.chosen
+        self.model, self.images = networks.model, images[:SETTLED]
+        self.features, self.head = certifiable(self.model, self.chosen, tuple(images.shape[1:]))
+        rows = torch.randn(self.head.weight.shape, device=self.who.device)
+        self.rows = nn.Parameter(rows)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(4.0), device=self.who.device))
+        self.who.share([self.rows])
+        self.retraction = Retraction(self.model)
+        self.constant = _constant(self.model, tuple(images.shape[1:]))
+        with torch.no_grad():
+            for _ in range(30):  # until the estimate has settled
+                self.constant()
+        kept = {id(weight) for weight in self.retraction.weights}
+        own = [p for p in self.model.parameters() if p is not self.head.weight]
+        free = [p for p in own if id(p) not in kept] + [self.rows, self.log_scale]
+        self.parameters: list[Tensor] = [*free, *self.retraction.weights]
+        cuda = self.who.device.type == "cuda"
+        groups = [(free, self.chosen.lr), (self.retraction.weights, self.chosen.orthogonal_lr)]
+        place = self.who.device
+        self.optimizer = torch.optim.Adam(
+            [{"params": group, "lr": torch.tensor(rate, device=place) if cuda else rate}
+             for group, rate in groups],
+            betas=BETAS, fused=cuda, capturable=cuda,
+        )  # fmt: skip
+        self.rates = [rate / self.chosen.lr for _, rate in groups]
+        self.radius = torch.zeros((), device=self.who.device)
+        self.batch: tuple[Tensor, Tensor] | None = None
+        captures = cuda and self.chosen.cuda_graphs and self.who.size == 1
+        self.repeated: Repeated[tuple[Tensor, Tensor, Tensor]] = Repeated(
+            self.who.device if captures else torch.device("cpu")
+        )
+
+    def take(
+        self, images: Tensor, labels: Tensor, rate: float, progress: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Take a step; return loss, logarithm of the tracked constant, and logits.
+
+        Args:
+            images: Pixels in [0, 1].
+            labels: Classes.
+            rate: Learning rate.
+            progress: Share of the training that is over.
+        """
+        for group, factor in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
+        reached = FIRST + (1 - FIRST) * min(1.0, progress / RAMP)
+        self.radius.fill_(self.chosen.margin * reached)
+        if self.batch is None:
+            self.batch = torch.empty_like(images), torch.empty_like(labels)
+        for mine, given in zip(self.batch, (images, labels), strict=True):
+            mine.copy_(given)
+        with tf32(True):  # the products of the retraction would take a third of the time
+            return self.repeated(self._step)
+
+    def _step(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.batch is not None
+        images, labels = self.batch
+        self.optimizer.zero_grad()
+        logarithm = self.constant()
+        with self.networks.autocast():
+            features = self.features(images)
+        weight = self._weight()
+        logits = functional.linear(features.float(), weight, self.head.bias)
+        constants = pair_constants(logarithm.exp(), weight)
+        loss = LOSSES[self.chosen.loss](logits, labels, constants, self.radius)
+        loss.backward()
+        self.who.mean(p.grad for p in self.parameters if p.grad is not None)
+        self.who.share(b for b in self.model.buffers() if b.is_floating_point())
+        self.retraction.project_()
+        nn.utils.clip_grad_norm_(self.parameters, CLIP, foreach=True)
+        self.optimizer.step()
+        self.retraction.retract_()
+        return loss.detach(), logarithm.detach(), logits.detach()
+
+    def _weight(self) -> Tensor:
+        return functional.normalize(self.rows, dim=1) * self.log_scale.exp()
+
+    def settled(self) -> nn.Module:
+        """Return a copy of the network to evaluate and save: orthogonal, with stored means."""
+        model = copy.deepcopy(self.model)  # a copy is not compiled, for other shapes
+        Retraction(model).polish_()
+        with torch.no_grad():
+            head_of(model).weight.copy_(self._weight())
+        settle(model, self.images)
+        return model.eval()
+
+    @torch.no_grad()
+    def constants(self, model: nn.Module) -> Tensor:
+        """Estimate the Lipschitz constants of all differences of two logits of a settled copy."""
+        constant = _constant(model, tuple(self.images.shape[1:]), 50)
+        return pair_constants(constant().exp(), head_of(model).weight)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return Adam's moments by the parameter's index, the head's rows and the estimate."""
+        state = {"rows": self.rows.detach(), "log_scale": self.log_scale.detach()}
+        for index, parameter in enumerate(self.parameters):
+            own = self.optimizer.state[parameter]
+            state |= {f"{name}.{index}": tensor for name, tensor in own.items()}
+        return state | {f"constant.{k}": v for k, v in self.constant.state_dict().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.rows.copy_(state["rows"])
+        self.log_scale.copy_(state["log_scale"])
+        for name, tensor in state.items():
+            kind, _, index = name.partition(".")
+            if kind in ("exp_avg", "exp_avg_sq"):
+                like = self.parameters[int(index)]
+                own = torch.empty_like(like).copy_(tensor)
+                self.optimizer.state[like][kind] = own
+            elif kind == "step":
+                counted = tensor.to(self.who.device) if self.who.device.type == "cuda" else tensor
+                self.optimizer.state[self.parameters[int(index)]][kind] = counted.clone()
+        start = "constant."
+        self.constant.load_state_dict(
+            {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+        )
+
+
+def _constant(model: nn.Module, shape: tuple[int, ...], iterations: int = 1) -> Penalty:
+    """Return what tracks the logarithm of the product of all norms that are not known to be 1.
+
+    Power iteration at the input size, because it finds the largest of several peaks of the symbol:
+    a network that is trained against one peak raises the others.
+    """
+    known = orthogonal_layers(model)
+    with torch.compiler.set_stance("force_eager"):  # it runs the network once, at another shape
+        return Penalty(
+            model, 1.0, "power_iteration", exclude=known, iterations=iterations, input_shape=shape
+        )
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    """Return the Linear layer ``head`` of a network.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    head = getattr(model, "head", None)
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no Linear layer called head")
+    return head
+
+
+def certifiable(
+    model: nn.Module, chosen: Settings, shape: tuple[int, ...]
+) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+    """Return the features and the head of a network that can be trained with margins.
+
+    Raises:
+        ValueError: If it has no head with a margin, or no finite Lipschitz bound.
+    """
+    head, features = getattr(model, "head", None), getattr(model, "features", None)
+    if not isinstance(head, nn.Linear) or not callable(features):
+        raise ValueError(
+            f"model {chosen.model!r} cannot be trained with loss={chosen.loss!r}: a margin needs a "
+            f"method features(x) and a Linear layer called head; use a shift or liresnet model, "
+            f"and normalize=no"
+        )
+    found = audit(copy.deepcopy(model), shape, search=0)  # a copy is not compiled
+    if found.reason:
+        raise ValueError(
+            f"model {chosen.model!r} cannot be trained with loss={chosen.loss!r}, because it has "
+            f"no finite Lipschitz bound: {found.reason}"
+        )
+    return features, head

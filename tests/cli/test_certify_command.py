@@ -1,0 +1,81 @@
+"""``lipbound certify``: its table, record, figure and page, and what it says about wrong input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import run
+
+from lipbound.files import read
+from lipbound.robust.data import data_set
+from lipbound.robust.training.loop import train
+from lipbound.robust.training.settings import settings
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two epochs on a part of the digits."""
+    out = tmp_path_factory.mktemp("certified") / "run"
+    small = settings("certified", "digits", epochs=2, first=300, check=20, check_attack=2)
+    summary = train(small, data_set("digits"), out, device="cpu")
+    return out, summary
+
+
+def test_the_table_says_what_the_training_proved(trained, monkeypatch, capsys):
+    out, summary = trained
+    code, text, _ = run(monkeypatch, capsys, "certify", str(out), "--attacked", "0")
+    assert code == 0
+    share = f"{100 * summary['final']['certified_accuracy']:.1f} %"
+    line = next(line for line in text.splitlines() if line.strip().startswith("0.1412"))
+    assert share in line
+    assert "real arithmetic, float64 logits" in text
+
+
+def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
+    files = {name: str(tmp_path / name) for name in ("record.jsonl", "curve.svg", "page.html")}
+    code, text, _ = run(
+        monkeypatch, capsys, "certify", str(trained[0] / "final.safetensors"), "--json",
+        "--radius", "51/255", "--radius", "1e-3", "--count", "60", "--attacked", "30",
+        "--out", files["record.jsonl"], "--plot", files["curve.svg"], "--html", files["page.html"],
+    )  # fmt: skip
+    assert code == 0
+    record = json.loads(text)
+    assert [record] == list(read(tmp_path / "record.jsonl"))
+    assert list(record["certified"]) == ["0.200000", "0.001000"]
+    for radius, found in record["certified"].items():
+        assert len(found["by_class"]) == 10
+        assert found["accuracy"] <= record["clean"]["accuracy"]
+        assert record["attacked"][radius]["images"] == 30
+    shares = [share for _, share in record["curve"]]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == 0
+    assert "<svg" in (tmp_path / "curve.svg").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "Certified accuracy" in page
+    assert "<svg" in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--radius", "x"), "--radius 'x' is not a positive number; write 0.25 or 36/255"),
+        (("--radius", "-1"), "--radius '-1' is not a positive number"),
+        (("--radius", "1/0"), "--radius '1/0' is not a positive number"),
+        (("--data", "digts"), "unknown data 'digts'; did you mean 'digits'?"),
+        (("--count", "-3"), "--count -3 must be 0 or larger"),
+        (("--plot", "x.pdf"), "--plot 'x.pdf' must end in .svg or .png"),
+    ],
+)
+def test_wrong_options_end_with_one_line(trained, monkeypatch, capsys, arguments, said):
+    code, _, err = run(monkeypatch, capsys, "certify", str(trained[0]), *arguments)
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_folder_without_a_run(monkeypatch, capsys, tmp_path):
+    code, _, err = run(monkeypatch, capsys, "certify", str(tmp_path))
+    assert code == 2
+    assert "is not the folder of a training run" in err
