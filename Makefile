@@ -12,9 +12,9 @@ MINUTES ?= 10
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-run: $(STAMP) ## Audit the embedded network (audit.html) and train with six methods on small digits.
+run: $(STAMP) ## Audit the embedded network (audit.html) and train with seven methods on small digits.
 	$(BIN)/lipbound audit demo --html audit.html
-	$(BIN)/lipbound train --arm all --preset digits --out runs/digits --resume
+	$(BIN)/lipbound train --arm all --arm certified --preset digits --out runs/digits --resume
 
 test: $(STAMP) ## Run the tests of every promise (5 minutes on 2 cores).
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"

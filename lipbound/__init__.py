@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from lipbound.constraints import constrain, unconstrain
     from lipbound.estimates import ESTIMATES, PowerIteration, estimate
     from lipbound.geometry import Convolution, convolution
-    from lipbound.network import Audit, audit, certify, register_rule
+    from lipbound.network import (
+        Audit,
+        CertifiedAccuracy,
+        audit,
+        certified_accuracy,
+        certify,
+        register_rule,
+    )
     from lipbound.penalty import Penalty
     from lipbound.symbols import symbol
     from lipbound.toeplitz import exact
@@ -24,6 +31,7 @@ __all__ = [
     "ESTIMATES",
     "Audit",
     "Bracket",
+    "CertifiedAccuracy",
     "Convolution",
     "Penalty",
     "PowerIteration",
@@ -31,6 +39,7 @@ __all__ = [
     "bound",
     "bracket",
     "brackets",
+    "certified_accuracy",
     "certify",
     "constrain",
     "convolution",
@@ -47,7 +56,14 @@ _HOMES = {
     "constraints": ("constrain", "unconstrain"),
     "estimates": ("ESTIMATES", "PowerIteration", "estimate"),
     "geometry": ("Convolution", "convolution"),
-    "network": ("Audit", "audit", "certify", "register_rule"),
+    "network": (
+        "Audit",
+        "CertifiedAccuracy",
+        "audit",
+        "certified_accuracy",
+        "certify",
+        "register_rule",
+    ),
     "penalty": ("Penalty",),
     "symbols": ("symbol",),
     "toeplitz": ("exact",),

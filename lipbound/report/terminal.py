@@ -260,7 +260,7 @@ def certificate_words(record: Record) -> list[str]:
         count = next(iter(attacked.values()))["images"]
         words.append(
             f"The last column is the accuracy of the first {count} images under PGD in L2. No "
-            f"proof can certify more."
+            f"proof can certify more of these."
         )
     return words
 

@@ -7,9 +7,12 @@ from lipbound.robust.attacks.evaluate import evaluate
 from lipbound.robust.attacks.pgd import pgd
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.plan import ATTACKS, Plan
+from lipbound.robust.certification import certification
 from lipbound.robust.data import DATA, Data, data_set
 from lipbound.robust.models import MODELS
 from lipbound.robust.training.loop import train
+from lipbound.robust.training.margins import LOSSES as MARGIN_LOSSES
+from lipbound.robust.training.margins import pair_constants
 from lipbound.robust.training.settings import ARMS, PRESETS, Settings, settings
 from lipbound.robust.training.trained import Trained, load_model, load_trained
 
@@ -18,6 +21,7 @@ __all__ = [
     "ATTACKS",
     "BALLS",
     "DATA",
+    "MARGIN_LOSSES",
     "MODELS",
     "PRESETS",
     "Data",
@@ -26,10 +30,12 @@ __all__ = [
     "Trained",
     "autoattack",
     "carlini_wagner",
+    "certification",
     "data_set",
     "evaluate",
     "load_model",
     "load_trained",
+    "pair_constants",
     "pgd",
     "settings",
     "strongest_pgd",
