@@ -51,7 +51,7 @@ def main() -> None:
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for round_ in range(chosen.rounds + 3):
         for arm in ARMS:
-            run.penalty = penalties[arm]
+            run.descent.penalty = penalties[arm]
             wait()
             began = time.perf_counter()
             run.advance()

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from lipbound import audit
 from lipbound.constraints import ConvexPotential, CyclicShift, GroupSort, HalfAbs, MinMax
-from lipbound.robust.models import ShiftNetwork
+from lipbound.constraints.orthogonal import orthogonal_layers
+from lipbound.robust.models import LiResNet, ShiftNetwork
 
 
 class Of(nn.Module):
@@ -219,14 +220,17 @@ def test_convex_potential_networks_are_audited_at_their_product(method):
     assert found.upper <= first * 1.01
 
 
-def test_a_shift_network_is_audited_at_the_product_of_its_layers():
+SMALL = {"size": 8, "width": 16, "kernel": 3, "stride": 1, "cells": 2, "dense": 2}
+
+
+@pytest.mark.parametrize("kind", [ShiftNetwork, LiResNet])
+def test_certified_networks_are_audited_at_the_product_of_their_layers(kind):
     torch.manual_seed(0)
-    model = ShiftNetwork(4, 1, size=8, width=16, depth=3, kernel=3, stride=1, cells=2, dense=2,
-                         dense_width=16).eval()  # fmt: skip
+    model = kind(4, 1, **SMALL, depth=3, dense_width=16).eval()
     found = audit(model, (1, 8, 8))
     assert found.upper == pytest.approx(found.product, rel=1e-2)
     assert found.lower <= found.upper
-    known = {r.name: r.bracket.upper for r in found.layers}
-    assert all(
-        upper <= 1 + 1e-6 for name, upper in known.items() if name not in ("stem.conv", "head")
-    )
+    orthogonal = orthogonal_layers(model)
+    known = {r.name: r.bracket.upper for r in found.layers if r.name in orthogonal}
+    assert len(known) == len(orthogonal) > 3
+    assert max(known.values()) <= 1 + 1e-6

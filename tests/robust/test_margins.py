@@ -137,6 +137,19 @@ def test_the_tracked_constant_is_the_norm_at_the_input_size():
     assert tracked == pytest.approx(estimate, rel=0.05)
 
 
+def test_a_liresnet_trains_too():
+    """All of its convolutions are tracked; the proved bound is their product."""
+    run = Run(chosen(**{**SHIFT, "model": "liresnet-digits"}, lr=1e-3), blobs(channels=3), CPU)
+    before = run.descent.settled()
+    for _ in range(12):
+        run.advance()
+    model = run.descent.settled()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert not torch.equal(model.blocks[1].weight, before.blocks[1].weight)
+    found = audit(model, (3, 8, 8), search=0)
+    assert found.upper == pytest.approx(found.product, rel=1e-2)
+
+
 def test_minutes_end_a_run_and_set_its_schedule(tmp_path):
     wanted = chosen(**SHIFT, minutes=0.01, schedule="cosine")
     summary = train(wanted, blobs(channels=3), tmp_path, device="cpu")

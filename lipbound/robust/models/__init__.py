@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 
 from lipbound.robust.models.digits import DigitsNet, SmallCNN
+from lipbound.robust.models.liresnet import LiResNet
 from lipbound.robust.models.normalization import Normalize, normalized
 from lipbound.robust.models.resnet import ImageNetResNet, ResNet
 from lipbound.robust.models.shift import ShiftNetwork
@@ -17,6 +18,7 @@ __all__ = [
     "MODELS",
     "DigitsNet",
     "ImageNetResNet",
+    "LiResNet",
     "Normalize",
     "PreActResNet18",
     "ResNet",
@@ -36,6 +38,19 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "preact-resnet18": PreActResNet18,
     "resnet50": partial(ImageNetResNet, (3, 4, 6, 3)),
     "resnet101": ImageNetResNet,
+    "liresnet-digits": partial(
+        LiResNet,
+        size=8,
+        width=32,
+        depth=2,
+        kernel=3,
+        stride=1,
+        cells=2,
+        dense=1,
+        dense_width=128,
+    ),
+    "liresnet-128x4": partial(LiResNet, width=128, depth=4, dense_width=512),
+    "liresnet-256x6": LiResNet,
     "shift-digits": partial(
         ShiftNetwork,
         size=8,
