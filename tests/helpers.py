@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,13 @@ from torch import nn
 from lipbound.cli import main as cli
 from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.data import in_memory
+from lipbound.robust.models import ShiftNetwork
 from lipbound.robust.training import checkpoints
 from lipbound.robust.training.settings import ARMS, settings
 
+TINY_SHIFT = partial(
+    ShiftNetwork, size=8, width=16, depth=1, kernel=3, stride=1, cells=2, dense=1, dense_width=16
+)
 SMALL = {"batch": 16, "attack": 2, "check": 40, "check_attack": 2, "radius": 0.1}
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, chosen
+from helpers import TINY_SHIFT, blobs, chosen
 from torch import Tensor, nn
 
 from lipbound import audit, certify, constrain, exact
 from lipbound.network.accuracy import certified_accuracy, in_float64
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
-from lipbound.robust.models import MODELS, ShiftNetwork
+from lipbound.robust.models import MODELS, LiResNet, ShiftNetwork
 from lipbound.robust.training.augment import DRAWS, augmented
 from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.loop import train
@@ -23,7 +24,15 @@ from lipbound.robust.training.settings import settings
 from lipbound.robust.training.trained import load_trained
 
 CPU = Team(torch.device("cpu"))
-SHIFT = {"arm": "certified", "model": "shift-digits", "certify": 0.1}
+SHIFT = {"arm": "certified", "model": "tiny", "certify": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """A network that takes a second to export."""
+    monkeypatch.setitem(MODELS, "tiny", TINY_SHIFT)
+    small = {"size": 8, "width": 8, "depth": 1, "kernel": 3, "stride": 1, "cells": 2, "dense": 1}
+    monkeypatch.setitem(MODELS, "liresnet", partial(LiResNet, **small, dense_width=16))
 
 
 def plain(name: str, logits: Tensor, labels: Tensor, constants: Tensor, radius: float) -> float:
@@ -104,7 +113,7 @@ def test_augmented_images_stay_images_and_depend_on_the_draws_alone():
 
 def test_training_raises_the_certified_accuracy_and_proves_it(tmp_path):
     """The record's proved accuracy is that of the stored network, and no attack contradicts it."""
-    wanted = chosen(**SHIFT, epochs=4, lr=5e-3, schedule="cosine", held_out=0.2)
+    wanted = chosen(**SHIFT, epochs=15, lr=2e-2, schedule="cosine", held_out=0.2)
     data = blobs(240, channels=3)
     summary = train(wanted, data, tmp_path, device="cpu")
     final = summary["final"]
@@ -139,7 +148,7 @@ def test_the_tracked_constant_is_the_norm_at_the_input_size():
 
 def test_a_liresnet_trains_too():
     """All of its convolutions are tracked; the proved bound is their product."""
-    run = Run(chosen(**{**SHIFT, "model": "liresnet-digits"}, lr=1e-3), blobs(channels=3), CPU)
+    run = Run(chosen(**{**SHIFT, "model": "liresnet"}, lr=1e-3), blobs(channels=3), CPU)
     before = run.descent.settled()
     for _ in range(12):
         run.advance()
@@ -179,7 +188,7 @@ class Unbounded(ShiftNetwork):
 def test_networks_without_a_margin_are_refused_before_training(
     tmp_path, monkeypatch, changes, said
 ):
-    small = MODELS["shift-digits"].keywords
+    small = TINY_SHIFT.keywords
     monkeypatch.setitem(MODELS, "unbounded", lambda **o: Unbounded(**o, **small))
     with pytest.raises(ValueError, match=said):
         train(chosen(**{**SHIFT, **changes}), blobs(channels=3), tmp_path / "run", device="cpu")

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SMALL, blobs, chosen, equal
+from helpers import SMALL, TINY_SHIFT, blobs, chosen, equal
 
 from lipbound import bound
 from lipbound.files import read
 from lipbound.robust.data.sets import digits
+from lipbound.robust.models import MODELS
 from lipbound.robust.training import checkpoints
 from lipbound.robust.training import run as run_module
 from lipbound.robust.training.batches import START
@@ -32,7 +33,7 @@ from lipbound.robust.training.weight_perturbation import perturbed
 SAID = "Stopping after this step. Press Ctrl-C again to stop immediately."
 EXACT = {
     **{arm: {"arm": arm} for arm in PAPER_ARMS},
-    "certified": {"arm": "certified", "model": "shift-digits", "randaugment": 0.5, "colour": 0.1},
+    "certified": {"arm": "certified", "model": "tiny", "randaugment": 0.5, "colour": 0.1},
     "ema, dropout": {"model": "wrn-10-1", "ema": 0.9, "dropout": 0.3, "arm": "at"},
     "awp": {"model": "wrn-10-1", "awp": 0.01, "arm": "at+spectral"},
     "folded, floor": {"batchnorm": "folded", "floor": 1.0, "attack_mode": "train"},
@@ -45,7 +46,8 @@ LATER = {"at", "lipreg"}  # parts of other arms
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LATER else []) for n in EXACT]
 )
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, name):
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(MODELS, "tiny", TINY_SHIFT)
     wanted = chosen(**EXACT[name])
     data = blobs(channels=3)
     whole = train(wanted, data, tmp_path / "whole", device="cpu")
