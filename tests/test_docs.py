@@ -24,7 +24,10 @@ def test_examples_run_and_links_exist(page):
         assert path.exists() or path in BUILT, link
 
 
-@pytest.mark.parametrize("module", [results, robustness, trust], ids=lambda module: module.__name__)
+PAGES = [results, pytest.param(robustness, marks=pytest.mark.slow), trust]
+
+
+@pytest.mark.parametrize("module", PAGES, ids=lambda module: module.__name__)
 def test_pages_come_from_the_records(module, tmp_path):
     module.main(tmp_path)
     written = [*tmp_path.rglob("*.md")]

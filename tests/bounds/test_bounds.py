@@ -178,7 +178,9 @@ SHAPES = [(2, 3, 3, 3), (3, 2, 4), (2, 1, 2, 3, 2), (3, 4)]
 
 
 @EACH_BOUND
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=pytest.mark.slow if len(s) == 5 else ()) for s in SHAPES]
+)
 def test_gradients(method, shape):
     kernel = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     options = {"rtol": 1e-10} if method == "spectral" else COARSE.get(method, {})

@@ -32,6 +32,12 @@ def test_the_table_says_what_the_training_proved(trained, monkeypatch, capsys):
     assert "real arithmetic, float64 logits" in text
 
 
+def test_other_data_is_named(trained, monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "certify", str(trained[0]), "--data", "digts")
+    assert code == 2
+    assert "unknown data 'digts'; did you mean 'digits'?" in err
+
+
 def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
     files = {name: str(tmp_path / name) for name in ("record.jsonl", "curve.svg", "page.html")}
     code, text, _ = run(
@@ -63,13 +69,12 @@ def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
         (("--radius", "x"), "--radius 'x' is not a positive number; write 0.25 or 36/255"),
         (("--radius", "-1"), "--radius '-1' is not a positive number"),
         (("--radius", "1/0"), "--radius '1/0' is not a positive number"),
-        (("--data", "digts"), "unknown data 'digts'; did you mean 'digits'?"),
         (("--count", "-3"), "--count -3 must be 0 or larger"),
         (("--plot", "x.pdf"), "--plot 'x.pdf' must end in .svg or .png"),
     ],
 )
-def test_wrong_options_end_with_one_line(trained, monkeypatch, capsys, arguments, said):
-    code, _, err = run(monkeypatch, capsys, "certify", str(trained[0]), *arguments)
+def test_wrong_options_end_with_one_line(tmp_path, monkeypatch, capsys, arguments, said):
+    code, _, err = run(monkeypatch, capsys, "certify", str(tmp_path), *arguments)
     assert code == 2
     assert said in err
     assert len(err.splitlines()) == 1
