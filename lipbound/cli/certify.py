@@ -59,7 +59,8 @@ def certify(
     check_writable(out, plot, html)
     import torch
 
-    from lipbound.report.terminal import certificate_table, echo
+    from lipbound.report.certificates import certificate_table
+    from lipbound.report.terminal import echo
     from lipbound.robust.certification import certification
     from lipbound.robust.data import data_set
     from lipbound.robust.training.assess import networks
@@ -87,7 +88,7 @@ def certify(
         certificate_figure(record, plot)
         typer.echo(f"wrote {plot}", err=True)
     if html is not None:
-        from lipbound.report.certificate_page import certificate_page
+        from lipbound.report.certificates import certificate_page
 
         write(html, certificate_page(record).encode())
         typer.echo(f"wrote {html}", err=True)

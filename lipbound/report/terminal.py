@@ -216,55 +216,6 @@ def training_table(summaries: Sequence[Record]) -> None:
         )
 
 
-def certificate_table(record: Record) -> None:
-    """Print certified accuracies with intervals, beside the accuracy under attack."""
-    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
-    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
-                  pad_edge=False)  # fmt: skip
-    for heading in ("L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for cells in certificate_rows(record):
-        table.add_row(*cells)
-    Screen().show(table)
-    for sentence in certificate_words(record):
-        echo(sentence)
-
-
-def certificate_rows(record: Record) -> list[list[str]]:
-    """Return radius, certified accuracy, interval, worst class, and accuracy under attack."""
-    rows = [_certified("0 (clean)", record["clean"], "", "")]
-    for radius, found in record["certified"].items():
-        worst = min(share for share in found["by_class"] if not math.isnan(share))
-        attack = record.get("attacked", {}).get(radius)
-        shown = f"{100 * attack['accuracy']:.1f} %" if attack else ""
-        rows.append(_certified(f"{float(radius):.4f}", found, f"{100 * worst:.1f} %", shown))
-    return rows
-
-
-def _certified(name: str, found: Record, worst: str, attack: str) -> list[str]:
-    low, high = found["interval"]
-    ends = f"{100 * low:.1f} to {100 * high:.1f} %"
-    return [name, f"{100 * found['accuracy']:.1f} %", ends, worst, attack]
-
-
-def certificate_words(record: Record) -> list[str]:
-    """Say what the bound is, what was certified, and what the attack shows."""
-    said = (
-        f"The network has no Lipschitz bound, so nothing is certified: {record['reason']}"
-        if record["lipschitz"] is None
-        else f"The network's Lipschitz constant is at most {record['lipschitz']:.4g}."
-    )
-    words = [said, f"Certified on {record['images']} images ({record['arithmetic']})."]
-    attacked = record.get("attacked", {})
-    if attacked:
-        count = next(iter(attacked.values()))["images"]
-        words.append(
-            f"The last column is the accuracy of the first {count} images under PGD in L2. No "
-            f"proof can certify more of these."
-        )
-    return words
-
-
 def attack_table(record: Record) -> None:
     """Print accuracies with confidence intervals, then reasons to doubt them."""
     console = Screen()

@@ -11,6 +11,7 @@ from helpers import TINY_SHIFT, blobs, chosen
 from torch import Tensor, nn
 
 from lipbound import audit, certify, constrain, exact
+from lipbound.constraints import OrthogonalLinear
 from lipbound.network.accuracy import certified_accuracy, in_float64
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.models import MODELS, LiResNet, ShiftNetwork
@@ -140,7 +141,7 @@ def test_the_tracked_constant_is_the_norm_at_the_input_size():
     model = run.descent.settled()
     head = model.head.weight.detach()
     estimate = float(run.descent.constants(model).max() / torch.cdist(head, head).max())
-    assert estimate == pytest.approx(exact(model.stem.conv, (3, 8, 8)), rel=1e-3)
+    assert estimate == pytest.approx(exact(model.trunk[0].conv, (3, 8, 8)), rel=1e-3)
     assert estimate <= audit(model, (3, 8, 8), search=0).features
     tracked = float(run.descent.constant().detach().exp())
     assert tracked == pytest.approx(estimate, rel=0.05)
@@ -154,7 +155,7 @@ def test_a_liresnet_trains_too():
         run.advance()
     model = run.descent.settled()
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert not torch.equal(model.blocks[1].weight, before.blocks[1].weight)
+    assert not torch.equal(model.trunk[2].weight, before.trunk[2].weight)
     found = audit(model, (3, 8, 8), search=0)
     assert found.upper == pytest.approx(found.product, rel=1e-2)
 
@@ -170,6 +171,15 @@ def test_minutes_end_a_run_and_set_its_schedule(tmp_path):
     assert again == summary
 
 
+class HeadFirst(ShiftNetwork):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.late = OrthogonalLinear(16, 16)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.late(super().features(x))
+
+
 class Unbounded(ShiftNetwork):
     def features(self, x: Tensor) -> Tensor:
         inner = super().features(x)
@@ -181,6 +191,7 @@ class Unbounded(ShiftNetwork):
     [
         ({"model": "cnn"}, "cannot be trained with loss='emma': a margin needs .* called head"),
         ({"model": "unbounded"}, "no finite Lipschitz bound: .* product of two activations"),
+        ({"model": "head first"}, "the head must be the last Linear layer"),
         ({"loss": "ema"}, "loss='ema' is not one of"),
         ({"penalty": "lipbound"}, "arm 'certified' requires penalty=''"),
     ],
@@ -190,6 +201,7 @@ def test_networks_without_a_margin_are_refused_before_training(
 ):
     small = TINY_SHIFT.keywords
     monkeypatch.setitem(MODELS, "unbounded", lambda **o: Unbounded(**o, **small))
+    monkeypatch.setitem(MODELS, "head first", lambda **o: HeadFirst(**o, **small))
     with pytest.raises(ValueError, match=said):
         train(chosen(**{**SHIFT, **changes}), blobs(channels=3), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipbound.network.rules.potentials import made_by, potential_of
 from lipbound.network.rules.values import (
     Step,
     Unbounded,
@@ -166,82 +167,10 @@ def add(step: Step) -> Value:
         merged = _merged(step, sign * float(1.0 if given is None else given))
         if merged is not None and merged.lipschitz < result.lipschitz:
             return merged
-        potential = _potential(step)
+        potential = potential_of(step)
         if potential is not None and potential.lipschitz < result.lipschitz:
             return potential
     return result
-
-
-RISING = ("aten.relu", "aten.relu_", "aten.tanh", "aten.sigmoid", "aten.hardtanh")
-"""Activations whose slope lies between 0 and 1, entry by entry."""
-
-
-def _potential(step: Step) -> Value | None:
-    """Bound x − Aᵀ·Λ·φ(Ax + b), where Λ ≥ 0 is diagonal and φ has slopes between 0 and 1.
-
-    The Jacobian is I − AᵀΛDA with 0 ≤ D ≤ 1. It is symmetric, its eigenvalues lie between
-    1 − ‖√Λ·A‖² and 1, and the norm is at most max(1, ‖√Λ·A‖² − 1).
-    """
-    x, branch = step["self"], step["other"]
-    alpha = step.arguments.get("alpha")
-    if "sub" not in step.call.op or step.call.op == "aten.rsub" or alpha not in (None, 1):
-        return None
-    outer, scale = _unscaled(branch, step.call.dtype)
-    back = outer.linear
-    if back is None:
-        return None
-    active, gains = _unscaled(back.anchor, step.call.dtype, 1 if back.conv.dims else -1)
-    before = active.origin["self"] if active.origin and active.origin.call.op in RISING else None
-    ahead = before.linear if isinstance(before, Value) else None
-    if ahead is None or ahead.anchor is not x or x.shape != step.shape:
-        return None
-    from lipbound.network.rules.linear import adjoint_gain
-
-    gain = adjoint_gain(ahead, back, gains * scale)
-    return None if gain is None else x.times(max(1.0, up(gain - 1)), step.shape)
-
-
-def _unscaled(
-    value: Value, dtype: torch.dtype | None, channels: int | None = None
-) -> tuple[Value, Tensor]:
-    """Return what a value was before constant factors ≥ 0, and the largest that these may be.
-
-    Args:
-        value: The value.
-        dtype: Precision of the network, to which a Python number is rounded.
-        channels: Axis along which factors may differ; ``None`` for none.
-
-    Returns:
-        The earlier value, and one factor, or one for each entry of the axis.
-    """
-    total = torch.ones((), dtype=torch.float64)
-    while value.linear is None and (parts := _made_by(value, "aten.mul")):
-        one, other = parts["self"], parts["other"]
-        inner, factor = (one, other) if isinstance(one, Value) else (other, one)
-        if not isinstance(inner, Value) or inner.shape != value.shape:
-            break
-        sizes = _sizes(factor, value, dtype, channels)
-        if sizes is None or not bool((sizes >= 0).all()):
-            break
-        value, total = inner, total * sizes
-    return value, total
-
-
-def _sizes(
-    factor: Any, value: Value, dtype: torch.dtype | None, channels: int | None
-) -> Tensor | None:
-    """Return a constant factor as one number or one per channel; ``None`` if it varies more."""
-    if not isinstance(factor, Tensor):
-        return torch.tensor(max(readings(factor, dtype), key=abs), dtype=torch.float64)
-    sizes = factor.detach().double().cpu()
-    if sizes.numel() == 1:
-        return sizes.reshape(())
-    if channels is None or sizes.ndim > len(value.shape):
-        return None
-    lengths = [1] * (len(value.shape) - sizes.ndim) + list(sizes.shape)
-    axis = channels % len(lengths)
-    alone = all(length == 1 for place, length in enumerate(lengths) if place != axis)
-    return sizes.flatten() if alone else None
 
 
 def _merged(step: Step, factor: float) -> Value | None:
@@ -318,24 +247,18 @@ def _largest(step: Step) -> Value:
     return _extremum(step) if "other" in step.arguments else step.only().times(1.0, step.call.shape)
 
 
-def _made_by(value: Any, op: str) -> dict[str, Any]:
-    """Return the arguments from which ``op`` computed a value; empty for other operations."""
-    origin = value.origin if isinstance(value, Value) else None
-    return origin.arguments if origin is not None and origin.call.op == op else {}
-
-
 def _is_softshrink(condition: Value, one: Any, other: Any) -> Value | None:
     """Return x if this is |x| > λ ? x − λ sign(x) : 0·x, the captured form of softshrink."""
-    test = _made_by(condition, "aten.gt")
-    inner = _made_by(test.get("self"), "aten.abs").get("self")
-    outside = _made_by(one, "aten.sub")
-    step = _made_by(outside.get("other"), "aten.mul")
-    inside = _made_by(other, "aten.mul")
+    test = made_by(condition, "aten.gt")
+    inner = made_by(test.get("self"), "aten.abs").get("self")
+    outside = made_by(one, "aten.sub")
+    step = made_by(outside.get("other"), "aten.mul")
+    inside = made_by(other, "aten.mul")
     fits = (
         isinstance(inner, Value)
         and outside.get("self") is inner
         and outside.get("alpha") in (None, 1)
-        and _made_by(step.get("self"), "aten.sign").get("self") is inner
+        and made_by(step.get("self"), "aten.sign").get("self") is inner
         and isinstance(limit := step.get("other"), int | float)
         and limit >= 0
         and test.get("other") == limit

@@ -235,34 +235,6 @@ def sum_of_linears(
     return None
 
 
-def adjoint_gain(ahead: Linear, back: Linear, gains: Tensor) -> float | None:
-    """Bound ‖√Λ·A‖² for the convolution A ``ahead``, if the one ``back`` is its adjoint.
-
-    Args:
-        ahead: The convolution A, whose rounding errors count.
-        back: The convolution that follows the activation.
-        gains: The diagonal of Λ: one number, or one for every output channel of A.
-    """
-    conv, other = ahead.conv, back.conv
-    if conv.dims == 0:
-        same = other.dims == 0 and torch.equal(conv.kernel, other.kernel.mT)
-    else:
-        names = ("stride", "padding", "dilation", "groups", "padding_mode")
-        same = (
-            other.transposed
-            and not conv.transposed
-            and torch.equal(conv.kernel, other.kernel)
-            and all(getattr(conv, name) == getattr(other, name) for name in names)
-        )
-    if not same or ahead.slack or back.slack or ahead.rounded or back.rounded:
-        return None
-    if gains.numel() > 1:
-        roots = gains.sqrt().to(conv.kernel).reshape(-1, *[1] * (conv.kernel.ndim - 1))
-        scaled = Linear(ahead.anchor, replace(conv, kernel=conv.kernel * roots), ahead.options)
-        return up(up(scaled.norm * (1 + 2.0**-40)) ** 2 * (1 + 2.0**-40))
-    return up(up(ahead.norm * ahead.norm) * float(gains) * (1 + 2.0**-40))
-
-
 def _dense(value: Value, factor: float, anchor: Value, device: torch.device) -> Tensor | None:
     """Return the kernel relative to the anchor, centred, of odd size; ``None`` with a stride."""
     if value is anchor:

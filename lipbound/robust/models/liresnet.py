@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.constraints.layers import MinMax
-from lipbound.constraints.orthogonal import OrthogonalLinear
-from lipbound.robust.models.shift import Neck
+from lipbound.robust.models.shift import CertifiedNetwork
 
 
-class LiResNet(nn.Module):
-    """A strided stem, blocks of one convolution each, an orthogonal neck, dense layers and a head.
+class ChannelsLast(nn.Sequential):
+    """Layers on images with pixels around 0, whose result has its channels last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - 0.5).permute(0, 2, 3, 1)
+
+
+class LiResNet(CertifiedNetwork):
+    """A strided stem and blocks of one convolution each, for images of ``size``×``size`` pixels.
 
     Args:
         classes: Number of outputs.
@@ -23,31 +29,18 @@ class LiResNet(nn.Module):
         size: Height and width of the images.
         width: Number of channels.
         depth: Number of blocks.
-        kernel: Side of the stem's kernel.
+        kernel: Height and width of the stem's kernel.
         stride: Stride of the stem.
-        cells: Number of squares along an axis into which the neck cuts the image.
-        dense: Number of orthogonal matrices after the neck.
-        dense_width: Their size.
+        ending: Options of :class:`lipbound.robust.models.shift.CertifiedNetwork`.
     """
 
     def __init__(
-        self,
-        classes: int = 10,
-        inputs: int = 3,
-        *,
-        size: int = 32,
-        width: int = 256,
-        depth: int = 6,
-        kernel: int = 5,
-        stride: int = 2,
-        cells: int = 4,
-        dense: int = 2,
-        dense_width: int = 1024,
-    ):
-        super().__init__()
-        padding = (kernel - stride + 1) // 2
-        self.stem = nn.Conv2d(inputs, width, kernel, stride, padding)
-        blocks: list[nn.Module] = [MinMax()]
+        self, classes: int = 10, inputs: int = 3, *, size: int = 32, width: int = 256,
+        depth: int = 6, kernel: int = 5, stride: int = 2, **ending: int,
+    ):  # fmt: skip
+        ending = {"cells": 4, "dense": 2, "dense_width": 1024, **ending}
+        stem = nn.Conv2d(inputs, width, kernel, stride, (kernel - stride + 1) // 2)
+        blocks: list[nn.Module] = [stem, MinMax()]
         for _ in range(depth):
             conv = nn.Conv2d(width, width, 3, padding=1)
             with torch.no_grad():
@@ -55,18 +48,4 @@ class LiResNet(nn.Module):
                 nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
                 conv.weight[:, :, 1, 1] += torch.eye(width)
             blocks += [conv, MinMax()]
-        self.blocks = nn.Sequential(*blocks)
-        self.neck = Neck(size // stride, cells, width)
-        layers: list[nn.Module] = [OrthogonalLinear(cells**2 * width, dense_width), MinMax(-1)]
-        for _ in range(dense):
-            layers += [OrthogonalLinear(dense_width, dense_width, 0.0), MinMax(-1)]
-        self.dense = nn.Sequential(*layers)
-        self.head = nn.Linear(dense_width, classes)
-
-    def features(self, x: Tensor) -> Tensor:
-        """Return the features before the head, ``(batch, dense_width)``."""
-        x = self.blocks(self.stem(x - 0.5)).permute(0, 2, 3, 1)
-        return self.dense(self.neck(x).flatten(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+        super().__init__(ChannelsLast(*blocks), classes, size // stride, width, **ending)

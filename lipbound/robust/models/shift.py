@@ -81,40 +81,25 @@ class Neck(nn.Module):
         return self.mix(rows.transpose(2, 3).flatten(3))
 
 
-class ShiftNetwork(nn.Module):
-    """A network of orthogonal matrices and cyclic shifts for images of ``size``×``size`` pixels.
+class CertifiedNetwork(nn.Module):
+    """A network of known norm: a trunk, a neck, orthogonal dense layers and a head.
 
     Args:
+        trunk: Maps images to features whose channels are last.
         classes: Number of outputs.
-        inputs: Number of image channels.
-        size: Height and width of the images.
-        width: Number of channels.
-        depth: Number of blocks.
-        kernel: Height and width of the first convolution's kernel.
-        stride: Stride of the first convolution.
-        cells: Number of squares along an axis into which the neck cuts the image.
+        side: Height and width of the trunk's result.
+        width: Its number of channels, the last axis.
+        cells: Number of squares along an axis into which the neck cuts it.
         dense: Number of orthogonal matrices after the neck.
         dense_width: Their size.
     """
 
     def __init__(
-        self,
-        classes: int = 10,
-        inputs: int = 3,
-        *,
-        size: int = 32,
-        width: int = 512,
-        depth: int = 12,
-        kernel: int = 5,
-        stride: int = 2,
-        cells: int = 4,
-        dense: int = 4,
-        dense_width: int = 1024,
-    ):
+        self, trunk: nn.Module, classes: int, side: int, width: int, *, cells: int, dense: int,
+        dense_width: int,
+    ):  # fmt: skip
         super().__init__()
-        side = size // stride
-        self.stem = Stem(inputs, width, kernel, stride, side)
-        self.blocks = nn.Sequential(*[ShiftBlock(width, bool(i % 2)) for i in range(depth)])
+        self.trunk = trunk
         self.neck = Neck(side, cells, width)
         layers: list[nn.Module] = [OrthogonalLinear(cells**2 * width, dense_width)]
         layers += [Centre(dense_width), MinMax(-1)]
@@ -128,12 +113,40 @@ class ShiftNetwork(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """Return the features before the head, ``(batch, dense_width)``."""
-        return self.dense(self.neck(self.blocks(self.stem(x))).flatten(1))
+        return self.dense(self.neck(self.trunk(x)).flatten(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
 
+
+class ShiftNetwork(CertifiedNetwork):
+    """A network of orthogonal matrices and cyclic shifts for images of ``size``×``size`` pixels.
+
+    Args:
+        classes: Number of outputs.
+        inputs: Number of image channels.
+        size: Height and width of the images.
+        width: Number of channels.
+        depth: Number of blocks.
+        kernel: Height and width of the first convolution's kernel.
+        stride: Stride of the first convolution.
+        cells: See :class:`CertifiedNetwork`, as for the following.
+        dense: Number of dense layers.
+        dense_width: Their size.
+    """
+
+    def __init__(
+        self, classes: int = 10, inputs: int = 3, *, size: int = 32, width: int = 512,
+        depth: int = 12, kernel: int = 5, stride: int = 2, cells: int = 4, dense: int = 4,
+        dense_width: int = 1024,
+    ):  # fmt: skip
+        side = size // stride
+        stem = Stem(inputs, width, kernel, stride, side)
+        trunk = nn.Sequential(stem, *[ShiftBlock(width, bool(i % 2)) for i in range(depth)])
+        ending = {"cells": cells, "dense": dense, "dense_width": dense_width}
+        super().__init__(trunk, classes, side, width, **ending)
+
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile the parts one by one: all blocks share one or two compiled functions."""
-        for part in (self.stem, *self.blocks, self.neck, self.dense):
+        for part in (*self.trunk.children(), self.neck, self.dense):
             part.compile(*args, **options)

@@ -208,6 +208,12 @@ def certifiable(
             f"method features(x) and a Linear layer called head; use a shift or liresnet model, "
             f"and normalize=no"
         )
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if linear[-1] is not head:
+        raise ValueError(
+            f"model {chosen.model!r}: the head must be the last Linear layer of the network; make "
+            f"self.head at the end of __init__"
+        )
     found = audit(copy.deepcopy(model), shape, search=0)  # a copy is not compiled
     if found.reason:
         raise ValueError(

@@ -1,0 +1,120 @@
+"""Print certified accuracies, or write them as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+from rich.table import Table
+
+from lipbound import __version__
+from lipbound.report.figures import canvas, certificate_axes, numbered
+from lipbound.report.terminal import Record, Screen, echo, escape
+
+TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; }
+th, td { text-align: right; padding: .3rem .7rem; white-space: nowrap; }
+th, td { border-bottom: 1px solid #8884; }
+svg { background: #fff; max-width: 100%; height: auto; border-radius: 6px; }
+footer { color: #888; font-size: .85rem; }
+</style>
+</head>
+<body>
+<h1>Certified accuracy</h1>
+<p>{{ title }}</p>
+<table>
+<tr><th>L2 radius</th><th>certified accuracy</th><th>95 % interval</th><th>worst class</th>
+<th>attacked</th></tr>
+{% for row in rows %}
+<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{% for sentence in words %}
+<p>{{ sentence }}</p>
+{% endfor %}
+{{ picture }}
+<footer>lipbound {{ version }}, {{ record.device }}, seed {{ record.seed }}</footer>
+</body>
+</html>
+"""
+
+
+def certificate_table(record: Record) -> None:
+    """Print certified accuracies with intervals, beside the accuracy under attack."""
+    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
+                  pad_edge=False)  # fmt: skip
+    for heading in ("L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cells in certificate_rows(record):
+        table.add_row(*cells)
+    Screen().show(table)
+    for sentence in certificate_words(record):
+        echo(sentence)
+
+
+def certificate_rows(record: Record) -> list[list[str]]:
+    """Return radius, certified accuracy, interval, worst class, and accuracy under attack."""
+    rows = [_certified("0 (clean)", record["clean"], "", "")]
+    for radius, found in record["certified"].items():
+        worst = min(share for share in found["by_class"] if not math.isnan(share))
+        attack = record.get("attacked", {}).get(radius)
+        shown = f"{100 * attack['accuracy']:.1f} %" if attack else ""
+        rows.append(_certified(f"{float(radius):.4f}", found, f"{100 * worst:.1f} %", shown))
+    return rows
+
+
+def _certified(name: str, found: Record, worst: str, attack: str) -> list[str]:
+    low, high = found["interval"]
+    ends = f"{100 * low:.1f} to {100 * high:.1f} %"
+    return [name, f"{100 * found['accuracy']:.1f} %", ends, worst, attack]
+
+
+def certificate_words(record: Record) -> list[str]:
+    """Say what the bound is, what was certified, and what the attack shows."""
+    said = (
+        f"The network has no Lipschitz bound, so nothing is certified: {record['reason']}"
+        if record["lipschitz"] is None
+        else f"The network's Lipschitz constant is at most {record['lipschitz']:.4g}."
+    )
+    words = [said, f"Certified on {record['images']} images ({record['arithmetic']})."]
+    attacked = record.get("attacked", {})
+    if attacked:
+        count = next(iter(attacked.values()))["images"]
+        words.append(
+            f"The last column is the accuracy of the first {count} images under PGD in L2. No "
+            f"proof can certify more of these."
+        )
+    return words
+
+
+def certificate_page(record: dict[str, Any]) -> str:
+    """Return the HTML page of a record of :func:`lipbound.robust.certification.certification`."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    figure = certificate_axes(record)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    canvas().close(figure)
+    drawn = numbered(buffer.getvalue()).decode()
+    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE).render(
+        title=title,
+        record=record,
+        rows=certificate_rows(record),
+        words=certificate_words(record),
+        picture=Markup(drawn[drawn.index("<svg") :]),  # made by Matplotlib, without user's text
+        version=__version__,
+    )
