@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
 
 from lipbound.runtime import first_line, widened
 
@@ -84,3 +85,25 @@ def check_takes(model: nn.Module, inputs: Tensor) -> None:
     except Exception as error:
         shape, said = tuple(inputs.shape[1:]), first_line(error)
         raise ValueError(f"the model does not take inputs of shape {shape}: {said}") from error
+
+
+def bake(module: nn.Module) -> None:
+    """Replace the parametrized tensors of one module by plain parameters with the same values.
+
+    PyTorch's ``remove_parametrizations`` also removes a property from the module's class. Copies of
+    the module share that class, and would break.
+    """
+    if not parametrize.is_parametrized(module):
+        return
+    listed = module._modules["parametrizations"]
+    assert isinstance(listed, nn.ModuleDict)
+    values = {name: getattr(module, name).detach().clone() for name in listed}
+    originals = {name: getattr(listed[name], "original", None) for name in listed}
+    del module._modules["parametrizations"]
+    module.__class__ = type(module).__bases__[0]
+    for name, value in values.items():
+        original = originals[name]
+        if not isinstance(original, nn.Parameter):
+            original = nn.Parameter(value)
+        original.data = value  # an optimizer that holds the parameter keeps it
+        module.register_parameter(name, original)

@@ -123,7 +123,7 @@ def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> 
 
 
 def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
-    found = [_flat(problem, rtol) for problem in problems]
+    found = [_flat(problem, rtol, polish) for problem in problems]
     rest = [problem for problem, known in zip(problems, found, strict=True) if known is None]
     if not rest:
         return [known for known in found if known is not None]
@@ -134,14 +134,20 @@ def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Fou
     return [next(searched) if known is None else known for known in found]
 
 
-def _flat(problem: _Problem, rtol: float) -> _Found | None:
-    """Bracket a layer whose singular values are all equal, but for rounding."""
-    interval = flat(problem.taps, rtol)
-    if interval is None:
+def _flat(problem: _Problem, rtol: float, polish: bool) -> _Found | None:
+    """Bracket a layer whose singular values are all equal, but for rounding.
+
+    ``polish`` also finds the singular vector to which a gradient belongs, at frequency 0.
+    """
+    found = flat(problem.taps, rtol)
+    if found is None:
         return None
+    lower, upper, group = found
     left = np.zeros(problem.taps.shape[1], dtype=np.complex128)
-    left[0] = 1
-    return _Found(*interval, 0, (0.0,) * (problem.taps.ndim - 3), left, 1)
+    if polish:
+        symbol = problem.taps[group].reshape(*problem.taps.shape[1:3], -1).sum(2)
+        left[:] = torch.linalg.eigh(symbol @ symbol.mT)[1][:, -1].cpu().numpy()
+    return _Found(lower, upper, group, (0.0,) * (problem.taps.ndim - 3), left, 1)
 
 
 def _unsearched(problem: _Problem) -> _Found:

@@ -20,8 +20,8 @@ from lipbound.bounds.supremum.field import half_lags, shifted
 SHARE = 0.25  # of the relative width that is asked for
 
 
-def flat(taps: Tensor, rtol: float) -> tuple[float, float] | None:
-    """Return proved bounds on both sides of sup σ1, or ``None`` if a symbol is not flat.
+def flat(taps: Tensor, rtol: float) -> tuple[float, float, int] | None:
+    """Return proved bounds on both sides of sup σ1 and the largest group, or ``None`` if not flat.
 
     Args:
         taps: The symbols of one layer, ``(groups, n, N, *m)`` in float64, n ≤ N.
@@ -52,7 +52,8 @@ def flat(taps: Tensor, rtol: float) -> tuple[float, float] | None:
         return None
     upper = float((level + apart).max()) * (1 + 8 * UNIT)
     lower = float((level - apart).max()) * (1 - 8 * UNIT)
-    return math.sqrt(lower) * (1 - 4 * UNIT), math.sqrt(upper) * (1 + 4 * UNIT)
+    largest = int((level + apart).argmax())
+    return math.sqrt(lower) * (1 - 4 * UNIT), math.sqrt(upper) * (1 + 4 * UNIT), largest
 
 
 def _norms(matrices: Tensor) -> Tensor:

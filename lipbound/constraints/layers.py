@@ -11,6 +11,21 @@ from torch.nn import functional
 from lipbound.constraints.norm_limit import constrain
 
 
+def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the second half of the channels.
+
+    Raises:
+        ValueError: If the number of channels is odd.
+    """
+    if x.shape[dim] % 2:
+        raise ValueError(
+            f"an input of shape {tuple(x.shape)} has an odd number of channels, {x.shape[dim]}, on "
+            f"axis {dim}; this activation needs pairs"
+        )
+    first, second = x.chunk(2, dim)
+    return first, second
+
+
 class MinMax(nn.Module):
     """Replace each pair of channels (i, i + n/2) by its maximum and its minimum.
 
@@ -23,7 +38,7 @@ class MinMax(nn.Module):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, self.dim)
+        first, second = _halves(x, self.dim)
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], self.dim)
 
 
@@ -56,7 +71,7 @@ class HalfAbs(nn.Module):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, self.dim)
+        first, second = _halves(x, self.dim)
         return torch.cat([first.abs(), second], self.dim)
 
 
@@ -89,7 +104,8 @@ class CyclicShift(nn.Module):
         first = 1 if self.dim == -1 else 2
         for index, move in enumerate(self.moves):
             moved = {first + axis: step for axis, step in enumerate(move) if step}
-            parts[index] = parts[index].roll(tuple(moved.values()), tuple(moved))
+            if moved:
+                parts[index] = parts[index].roll(tuple(moved.values()), tuple(moved))
         return torch.cat(parts, self.dim)
 
 

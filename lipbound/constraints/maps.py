@@ -54,6 +54,12 @@ class KernelMap(nn.Module):
     def forward(self, free: Tensor) -> Tensor:
         raise NotImplementedError
 
+    @staticmethod
+    def _near_one(free: Tensor) -> Tensor:
+        """Divide by the largest entry, for maps that do not depend on the size of their input."""
+        largest = free.detach().abs().amax()
+        return free / torch.where(largest > 0, largest, 1.0)
+
     def _matrices(self, free: Tensor) -> Tensor:
         """Return the weight as one matrix for every group."""
         return free.reshape(self.groups, free.shape[0] // self.groups, -1)
@@ -75,7 +81,7 @@ class OrthogonalMap(KernelMap):
             )
 
     def forward(self, free: Tensor) -> Tensor:
-        matrices = self._matrices(free)
+        matrices = self._matrices(self._near_one(free) if self.matrix is bjorck else free)
         if matrices.shape[1] > matrices.shape[2]:
             return self.matrix(matrices.mT).mT.reshape(self.shape)
         return self.matrix(matrices).reshape(self.shape)
@@ -112,7 +118,7 @@ class Parseval(KernelMap):
         self.overlap = math.prod(-(-side // stride) for side, stride in sides)
 
     def forward(self, free: Tensor) -> Tensor:
-        matrices = self._matrices(free)
+        matrices = self._matrices(self._near_one(free))
         return bjorck(matrices).reshape(self.shape) / math.sqrt(self.overlap)
 
 
@@ -128,7 +134,7 @@ class Gershgorin(KernelMap):
         self.log_weights = nn.Parameter(torch.zeros(count)) if rows else None
 
     def forward(self, free: Tensor) -> Tensor:
-        dims = free.ndim - 2
+        dims, free = free.ndim - 2, self._near_one(free)
         grouped = free.reshape(self.groups, -1, *free.shape[1:])
         per_group = grouped if self.outer else grouped.transpose(1, 2)  # (groups, c, others, *k)
         sums = torch.stack([_correlations(kernel, dims) for kernel in per_group])  # (groups, c, c)
@@ -236,4 +242,5 @@ MAPS: dict[str, Callable[[Convolution], KernelMap]] = {
     "parseval": Parseval,
 }
 """Name → the map for a layer of this geometry."""
-ORTHOGONAL = ("cayley", "bjorck", "exponential", "bcop")  # all singular values are 1
+ORTHOGONAL = ("cayley", "bjorck", "exponential", "bcop")
+"""Maps whose kernels have singular values of 1 only; Björck's if its input is not near-singular."""

@@ -21,6 +21,7 @@ from lipbound.bounds import BOUNDS, bound, bracket
 from lipbound.constraints.maps import MAPS
 from lipbound.estimates import Climb
 from lipbound.geometry import check_kernel, convolution, named
+from lipbound.modules import bake
 from lipbound.registry import unknown
 from lipbound.runtime import widened
 from lipbound.symbols import taps
@@ -53,6 +54,8 @@ class Constrained(nn.Module):
         conv = convolution(layer)
         conv = replace(conv, kernel=conv.kernel.detach())
         self.map = MAPS[method](conv).to(conv.kernel) if method in MAPS else None
+        if self.map is not None:
+            self._check_map(conv.kernel)
         # Only the geometry is kept; the weight is an argument of every call.
         self.conv = replace(conv, kernel=conv.kernel[:0])
         self._layer = (layer,)  # in a tuple, so that it is not a submodule
@@ -128,8 +131,27 @@ class Constrained(nn.Module):
                 )
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Accept any assigned weight; it is scaled or mapped when it is read."""
+        """Accept any assigned weight: it is scaled when it is read.
+
+        A map takes it as its free parameters, so that the layer then has another weight; ``'bcop'``
+        draws new ones.
+        """
         return weight if self.map is None else self.map.start(weight)
+
+    @torch.no_grad()
+    def _check_map(self, weight: Tensor) -> None:
+        """Check that the map of a weight is finite.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        check_kernel(weight)
+        assert self.map is not None
+        if not bool(torch.isfinite(self._mapped(self.map.start(weight))).all()):
+            raise ValueError(
+                f"method {self.method!r} overflows for weights up to "
+                f"{float(weight.abs().max()):.3g}; start from smaller weights"
+            )
 
     def _mapped(self, free: Tensor) -> Tensor:
         """Return the weight before it is scaled; the map computes in float32 at least."""
@@ -250,10 +272,18 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
             )
     for name, layer in found.items():
         named(name, layer)  # check all layers before the first one is changed
-    for layer in found.values():
-        constraint = Constrained(layer, norm, method, rtol)
-        parametrize.register_parametrization(layer, "weight", constraint.train(layer.training))
+    made = {name: _made(name, layer, norm, method, rtol) for name, layer in found.items()}
+    for name, layer in found.items():  # all fit: nothing is left half done
+        parametrize.register_parametrization(layer, "weight", made[name].train(layer.training))
     return module
+
+
+def _made(name: str, layer: nn.Module, norm: float, method: str, rtol: float) -> Constrained:
+    """Make the parametrization of a layer, whose name begins the message of an error."""
+    try:
+        return Constrained(layer, norm, method, rtol)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
 
 
 def unconstrain(module: M) -> M:
@@ -271,5 +301,8 @@ def unconstrain(module: M) -> M:
         ):
             for constraint in layer.parametrizations["weight"]:  # type: ignore[index]
                 constraint.eval()
-            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+            if len(layer.parametrizations) == 1:  # type: ignore[arg-type]
+                bake(layer)
+            else:
+                parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
     return module

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from lipbound.modules import in_eval
+from lipbound.modules import bake, in_eval
 from lipbound.network.certificates import certify
 from lipbound.network.findings import Audit
 from lipbound.runtime import first_line
@@ -80,10 +79,17 @@ def certified_accuracy(
         >>> certified_accuracy(model, audit(model, (2,)), [batch], [0.5, 0.01]).accuracy
         (0.5, 1.0)
     """
+    if not isinstance(radii, Sequence) or not all(radius >= 0 for radius in radii):
+        raise ValueError(f"radii={radii!r} must be a list of radii, for example [36 / 255]")
     exact = in_float64(model)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     with in_eval(exact):
         for inputs, labels in loader:
+            if labels.shape != inputs.shape[:1] or labels.is_floating_point():
+                raise ValueError(
+                    f"labels must be one class number for each of {len(inputs)} inputs, got "
+                    f"{labels.dtype} of shape {tuple(labels.shape)}"
+                )
             wide = inputs.double()
             try:
                 if not found:
@@ -108,15 +114,18 @@ def certified_accuracy(
 
 
 def in_float64(model: nn.Module) -> nn.Module:
-    """Return a copy of a network in float64, with exactly the weights that the network uses."""
-    exact = copy.deepcopy(model).eval()
+    """Return a copy of a network in float64, with exactly the weights that the network uses.
+
+    Raises:
+        ValueError: If the network cannot be copied.
+    """
+    try:
+        exact = copy.deepcopy(model).eval()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied to float64 ({first_line(error)}); if it uses "
+            f"torch.nn.utils.weight_norm, call remove_weight_norm first"
+        ) from None
     for module in list(exact.modules()):
-        if parametrize.is_parametrized(module):
-            # PyTorch would remove the weight's property from the class that both copies share.
-            names = [*module._modules["parametrizations"]._modules]  # type: ignore[union-attr]
-            values = {name: getattr(module, name) for name in names}
-            del module._modules["parametrizations"]
-            module.__class__ = type(module).__bases__[0]
-            for name, value in values.items():
-                module.register_parameter(name, nn.Parameter(value.detach()))
+        bake(module)
     return exact.double()

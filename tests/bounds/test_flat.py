@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipbound import bracket, constrain
+from lipbound import bound, bracket, constrain
 from lipbound.bounds.flat import flat
 from lipbound.geometry import convolution
 from lipbound.symbols import evaluate, taps
@@ -82,3 +82,20 @@ def test_groups_of_different_norms_are_not_flat_together_but_exact():
     found = bracket(kernel, groups=2)
     assert found.lower <= 2 * (1 + 1e-13)
     assert 2 * (1 - 1e-13) <= found.upper < 2 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("order", [(1.0, 5.0), (5.0, 1.0)])
+def test_the_gradient_belongs_to_the_largest_group(order):
+    kernel = torch.tensor(order).double().reshape(2, 1, 1, 1).requires_grad_()
+    bound(kernel, "spectral", groups=2).backward()
+    assert kernel.grad.flatten().tolist() == pytest.approx([0.2 * (v - 1) / 0.8 for v in order])
+
+
+def test_the_gradient_of_an_almost_flat_matrix_is_that_of_its_largest_value():
+    torch.manual_seed(0)
+    matrix = orthogonal(4, 4)
+    left, values, right = torch.linalg.svd(matrix)
+    values = values + torch.tensor([0.0, 0, 1e-5, 0])
+    kernel = (left @ values.diag() @ right).requires_grad_()
+    bound(kernel, "spectral").backward()
+    assert torch.allclose(kernel.grad, torch.outer(left[:, 2], right[2]), atol=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -147,6 +149,54 @@ def test_activations_keep_norms_of_differences_or_shorten_them(name):
     assert torch.allclose(values, torch.ones_like(values)), "they only move and negate entries"
     one, other = inputs
     assert (layer(one[None]) - layer(other[None])).norm() <= (one - other).norm() * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("layer", [MinMax(), HalfAbs()])
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_odd_numbers_of_channels_are_refused(layer, channels):
+    with pytest.raises(ValueError, match=f"odd number of channels, {channels}, on axis 1"):
+        layer(torch.randn(2, channels, 4, 4))
+
+
+def test_a_move_by_nothing_stays():
+    x = torch.randn(1, 4, 3, 3)
+    assert torch.equal(CyclicShift(4, [(0, 0), (1, 0)], 4)(x)[:, :1], x[:, :1])
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e20])
+@pytest.mark.parametrize("method", ["bjorck", "parseval", "aol", "sll"])
+def test_the_size_of_the_first_weights_does_not_matter(method, size):
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3)
+    other = nn.Linear(5, 3)
+    other.weight.data = layer.weight.data * size
+    one, two = (constrain(m, 1.0, method).eval().weight for m in (layer, other))
+    assert torch.allclose(one, two, atol=1e-4)
+
+
+def test_weights_that_overflow_are_named():
+    layer = nn.Linear(5, 5)
+    layer.weight.data *= 1e20
+    with pytest.raises(ValueError, match="method 'exponential' overflows for weights up to"):
+        constrain(layer, 1.0, "exponential")
+
+
+def test_nothing_is_left_half_constrained():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="2: method 'bcop' needs"):
+        constrain(model, 1.0, "bcop")
+    assert not any("parametrizations" in name for name in model.state_dict())
+
+
+def test_a_copy_is_unconstrained_without_its_original():
+    layer = constrain(nn.Linear(3, 3), 1.0, "cayley").eval()
+    before = layer(torch.ones(1, 3))
+    copied = copy.deepcopy(layer)
+    held = copied.parametrizations.weight.original
+    plain = unconstrain(copied)
+    assert torch.equal(layer(torch.ones(1, 3)), before)
+    assert torch.equal(plain(torch.ones(1, 3)), before)
+    assert plain.weight is held, "an optimizer keeps its parameter"
 
 
 def test_too_many_moves_are_refused():

@@ -209,6 +209,80 @@ def test_tokens_are_not_taken_for_channels():
         assert torch.linalg.matrix_norm(jacobian, 2) <= found.upper
 
 
+class Broadcast(nn.Module):
+    """The branch has one entry, which is subtracted from all five."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 1, stride=5)
+        nn.init.ones_(self.conv.weight)
+        nn.init.constant_(self.conv.bias, -1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        back = functional.conv_transpose1d(self.conv(x).relu(), self.conv.weight, stride=5)
+        return x - 2 * back
+
+
+class WithoutBatch(nn.Module):
+    """Without a batch axis, a factor for each row stands where one for each channel would."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        nn.init.zeros_(self.conv.weight)
+        self.conv.weight.data[0, 0] = 1
+        nn.init.constant_(self.conv.bias, -1000)
+        self.register_buffer("factor", torch.tensor([0.0, 0, 0, 10]).reshape(1, 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.squeeze(0)
+        back = functional.conv_transpose2d(self.factor * self.conv(y).relu(), self.conv.weight)
+        return (y - back).unsqueeze(0)
+
+
+class Negated(nn.Module):
+    """addmm with alpha −1 negates its product."""
+
+    def __init__(self, tied: bool):
+        super().__init__()
+        self.tied = tied
+        self.register_buffer("matrix", -torch.eye(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x - 1000).relu()
+        product = torch.addmm(x.new_zeros(2), y, self.matrix, alpha=-1)
+        if not self.tied:
+            return y + product
+        return x - torch.addmm(x.new_zeros(2), (x @ self.matrix).relu(), self.matrix, alpha=-1)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "at"),
+    [
+        (Broadcast(), (1, 5), 2000.0),
+        (WithoutBatch(), (3, 4, 4), 2000.0),
+        (Negated(False), (2,), 2000.0),
+        (Negated(True), (2,), -2000.0),
+    ],
+)
+def test_parts_that_random_inputs_do_not_reach(model, shape, at):
+    """A sceptic's cases: the activation is off at random inputs, so no search notices."""
+    model = model.double().eval()
+    found = audit(model, shape)
+    x = torch.full((1, *shape), at, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(model, x).reshape(x.numel(), -1)
+    assert torch.linalg.matrix_norm(jacobian, 2) <= found.upper * (1 + 1e-12)
+
+
+def test_a_value_that_is_overwritten_leaves_no_error():
+    def forward(x: Tensor) -> Tensor:
+        w = functional.softplus(x).clone()
+        w[:] = x
+        return w
+
+    assert audit(Of(forward), (4,)).upper == pytest.approx(1, rel=1e-9)
+
+
 @pytest.mark.parametrize("method", ["spectral", "aol", "sll", "bcop"])
 def test_convex_potential_networks_are_audited_at_their_product(method):
     torch.manual_seed(0)

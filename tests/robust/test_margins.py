@@ -254,6 +254,21 @@ class Mixing(nn.Module):
         (Mixing(), [(line(4)[1], line(4)[2])], "mixes the inputs of a batch"),
     ],
 )
-def test_certified_accuracy_names_what_is_wrong(model, batches, said):
+def test_certified_accuracy_names_wrong_batches(model, batches, said):
     with pytest.raises(ValueError, match=said):
         certified_accuracy(model, audit(line(4)[0], (1,)), batches)
+
+
+@pytest.mark.parametrize(
+    ("labels", "radii", "said"),
+    [
+        (torch.zeros(4, 1).long(), [0.1], r"got torch.int64 of shape \(4, 1\)"),
+        (torch.zeros(4), [0.1], "got torch.float32"),
+        (torch.zeros(4).long(), 0.1, "radii=0.1 must be a list"),
+        (torch.zeros(4).long(), [-0.1], "must be a list of radii"),
+    ],
+)
+def test_certified_accuracy_names_wrong_labels_and_radii(labels, radii, said):
+    model, inputs, _ = line(4)
+    with pytest.raises(ValueError, match=said):
+        certified_accuracy(model, audit(model, (1,)), [(inputs, labels)], radii)

@@ -82,7 +82,7 @@ def _matrix(step: Step) -> Value:
         return value.times(up(stack_norm(matrix) * _met(value, matrix)), step.shape)
     rows = matrix.double() if step.call.op == "aten.linear" else matrix.double().mT
     linear = Linear(value, replace(convolution(rows.contiguous()), input_size=()), step.options)
-    if value is left and step.size("alpha") == 1:  # of addmm
+    if value is left and step.arguments.get("alpha") in (None, 1):  # of addmm
         return Value(step.shape, linear=linear)
     return value.times(up(step.size("alpha") * linear.norm), step.shape)  # or from the left
 

@@ -28,10 +28,10 @@ def potential_of(step: Step) -> Value | None:
     back = outer.linear
     if back is None:
         return None
-    active, gains = _unscaled(back.anchor, step.call.dtype, 1 if back.conv.dims else -1)
+    active, gains = _unscaled(back.anchor, step.call.dtype, -1 - back.conv.dims)
     before = active.origin["self"] if active.origin and active.origin.call.op in RISING else None
     ahead = before.linear if isinstance(before, Value) else None
-    if ahead is None or ahead.anchor is not x or x.shape != step.shape:
+    if ahead is None or ahead.anchor is not x or not x.shape == branch.shape == step.shape:
         return None
     gain = _adjoint_gain(ahead, back, gains * scale)
     return None if gain is None else x.times(max(1.0, up(gain - 1)), step.shape)
