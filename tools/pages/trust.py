@@ -275,6 +275,12 @@ A second reader then had half an hour with the corrected code and found more of 
 - Folding a BatchNorm into the last layer rounds its rows. Two rows that became equal had an infinite radius, also with `effort="high"`. The possible effect of rounding is now part of the distance between rows.
 - Folded kernels could underflow. `bracket` read layers whose `_conv_forward` or `_call_impl` was replaced, and `parametrize.cached()` kept a weight from training mode in eval mode.
 
+When layers of known norm were added, another reader attacked their rules, before any release:
+
+- `addmm` with `alpha=-1` was merged with the wrong sign: an upper end of 1e-15 where the gain is 2. This was an old fault.
+- The new rule for x − Kᵀφ(Kx + b) overlooked a branch that is broadcast, and factors on another axis where the batch axis is dropped: upper ends of 1 where the gains are 4.2 and 9. A bias kept the activation off at all random inputs, so that no search for large Jacobians could notice.
+- `MinMax` accepted an odd number of channels, for which its norm is √2. The gradient of a flat symbol went to the first group. `unconstrain` of a copied layer broke the original.
+
 No check sees the following: values that a forward method reads in a hidden way (in another thread, through ctypes or `to_dlpack`), and a network that changes its behaviour later, by a counter in a global variable or by the clock. An audit holds for one precision: a forward method that branches on the dtype of its input is another network in each precision.
 """
 
