@@ -13,12 +13,15 @@ from torch import nn
 
 import lipbound
 from lipbound import Penalty
+from lipbound.cuda_graphs import Repeated
 from lipbound.paper.table1 import METHODS
 from lipbound.penalty import plain
 from lipbound.robust.attacks.evaluate import evaluate, outcomes
 from lipbound.robust.attacks.plan import Plan
 from lipbound.robust.models import WideResNet
+from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.loop import train
+from lipbound.robust.training.run import Run
 from lipbound.robust.training.trained import load_model
 from verify.layer_checks import check_layers
 from verify.network_checks import check_networks
@@ -278,3 +281,35 @@ def test_radii_of_a_network_audited_here():
     network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).cuda()
     inputs = torch.randn(5, 3, device="cuda")
     assert (lipbound.certify(network, lipbound.audit(network, (3,)), inputs) > 0).all()
+
+
+def test_a_captured_certified_step_is_the_one_launched_kernel_by_kernel():
+    """The same losses and constants over several steps, the tracked norm included."""
+    data = blobs(channels=3)
+    runs = []
+    for graphs in (True, False):
+        wanted = chosen(
+            "certified", model="shift-digits", certify=0.1, cuda_graphs=graphs, epochs=4
+        )
+        runs.append(Run(wanted, data, Team(torch.device("cuda"))))
+    for _ in range(12):
+        for run in runs:
+            run.advance()
+    one, two = (run.sums.tolist() for run in runs)
+    assert one == pytest.approx(two, rel=1e-3)
+    assert runs[0].descent.repeated._captured is not None
+    norms = [float(run.descent.constant().detach()) for run in runs]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_a_graph_that_holds_a_tracked_penalty_follows_the_weights():
+    layer = nn.Conv2d(3, 4, 3, device="cuda")
+    penalty = Penalty(nn.Sequential(layer), 1.0, "spectral")
+    repeated = Repeated(torch.device("cuda"))
+    with torch.no_grad():
+        for _ in range(30):
+            repeated(penalty)
+        layer.weight.mul_(3)
+        for _ in range(30):
+            value = repeated(penalty)
+    assert float(value.exp()) == pytest.approx(lipbound.bracket(layer).upper, rel=1e-2)

@@ -15,6 +15,7 @@ from torch.nn import functional
 MOST = 160  # largest number of entries of an activation
 MIXED = 10_000_000  # the first seed with Mixed; networks of smaller seeds do not change
 SLY = 30_000_000  # the first seed with Further and Sly
+JOINED = 40_000_000  # the first seed with Joined
 EFFORT = 50  # one in so many networks is for the audit's effort='high'
 Shape = tuple[int, ...]
 
@@ -172,6 +173,47 @@ class Further(nn.Module):
         return x.tril()
 
 
+class Joined(nn.Module):
+    """Parts of a value that are joined again, and residual layers with tied weights."""
+
+    KINDS = ("minmax", "halves", "shifted", "overlap", "nested", "maxima", "tied", "weighted")
+    kernel: Tensor
+    factors: Tensor
+
+    def __init__(self, kind: str, shape: Shape, generator: torch.Generator):
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("kernel", torch.randn(3, shape[0], generator=generator))
+        self.register_buffer("factors", torch.rand(3, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[1]
+        first, second = x[:, : (count + 1) // 2], x[:, count // 2 :]
+        if self.kind == "minmax":
+            return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], 1)
+        if self.kind == "maxima":
+            return torch.cat([torch.maximum(first, second), torch.maximum(second, first)], 1)
+        if self.kind == "halves":
+            one, *rest = x.split(-(-count // 2), 1)
+            return torch.cat([one.abs(), *rest], 1)
+        if self.kind == "shifted":
+            return torch.cat([p.roll(i, -1) for i, p in enumerate(x.tensor_split(3, 1))], 1)
+        if self.kind == "overlap":
+            return torch.cat([first, 2 * second, x[:, ::2]], 1)
+        if self.kind == "nested":
+            inner = torch.stack(first.unbind(1)[::-1], 1)
+            return torch.cat([x[:, (count + 1) // 2 :].tanh(), inner], 1)
+        kernel = self.kernel.reshape(*self.kernel.shape, *[1] * (x.ndim - 2))
+        conv = (functional.conv1d, functional.conv2d, functional.conv3d)[x.ndim - 3]
+        back = (
+            functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d,
+        )[x.ndim - 3]  # fmt: skip
+        inner = conv(x, kernel).relu()
+        if self.kind == "weighted":
+            inner = self.factors.reshape(-1, *[1] * (x.ndim - 2)) * inner
+        return x - 0.5 * back(inner, kernel)
+
+
 class Sly(nn.Module):
     """Behaves differently when captured, or at first, than when run; the audit must refuse it."""
 
@@ -232,7 +274,7 @@ class Grammar:
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
         self.dims = int(self.rng.choice([1, 2, 2, 2, 3]))
-        self.mixes, self.sly = seed >= MIXED, seed >= SLY
+        self.mixes, self.sly, self.joins = seed >= MIXED, seed >= SLY, seed >= JOINED
 
     def pick(self, options: Sequence[Any]) -> Any:
         return options[int(self.rng.integers(len(options)))]
@@ -286,6 +328,8 @@ class Grammar:
                  self.resize, self.pad, self.transposed, self.small]  # fmt: skip
         if self.mixes:
             kinds += [self.mixed, self.mixed]
+        if self.joins:
+            kinds += [self.joined, self.joined, self.joined]
         if self.sly:
             kinds += [self.further, self.further, self.further]
             if self.rng.random() < 0.02:
@@ -301,6 +345,10 @@ class Grammar:
     def further(self, shape: Shape) -> nn.Module:
         draw = torch.Generator().manual_seed(int(self.rng.integers(1 << 30)))
         return Further(self.pick(Further.KINDS), shape, draw)
+
+    def joined(self, shape: Shape) -> nn.Module:
+        draw = torch.Generator().manual_seed(int(self.rng.integers(1 << 30)))
+        return Joined(self.pick(Joined.KINDS), shape, draw)
 
     def composite(self, shape: Shape, depth: int) -> nn.Module:
         kind = self.pick(["residual", "residual", "shortcut", "concat", "larger", "reuse", "gate"])
@@ -473,4 +521,8 @@ def code(module: nn.Module) -> str:
         return f"Sly({module.kind!r})"
     if isinstance(module, Shuffle):
         return f"Shuffle({module.kind!r})"
+    if isinstance(module, Gate):
+        return f"Gate({code(module.body)})"
+    if isinstance(module, Mixed | Further | Joined):  # their buffers are not part of the code
+        return f"{type(module).__name__}({module.kind!r}, shape, generator)"
     return f"nn.{module!r}"
