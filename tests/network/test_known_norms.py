@@ -283,7 +283,9 @@ def test_a_value_that_is_overwritten_leaves_no_error():
     assert audit(Of(forward), (4,)).upper == pytest.approx(1, rel=1e-9)
 
 
-@pytest.mark.parametrize("method", ["spectral", "aol", "sll", "bcop"])
+@pytest.mark.parametrize(
+    "method", ["spectral", "aol", "sll", pytest.param("bcop", marks=pytest.mark.slow)]
+)
 def test_convex_potential_networks_are_audited_at_their_product(method):
     torch.manual_seed(0)
     model = nn.Sequential(
