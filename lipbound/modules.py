@@ -103,7 +103,8 @@ def bake(module: nn.Module) -> None:
     module.__class__ = type(module).__bases__[0]
     for name, value in values.items():
         original = originals[name]
-        if not isinstance(original, nn.Parameter):
+        if isinstance(original, nn.Parameter) and original.shape == value.shape:
+            original.data = value  # an optimizer that holds the parameter keeps it
+        else:  # its gradient has another shape too
             original = nn.Parameter(value)
-        original.data = value  # an optimizer that holds the parameter keeps it
         module.register_parameter(name, original)
