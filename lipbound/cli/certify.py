@@ -17,7 +17,9 @@ RADII = ("36/255", "72/255", "108/255")
 def certify(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="Folder of a training run, or one of its .safetensors files."),
+        typer.Argument(
+            help="Folder of a training run (its final network), or one of its .safetensors files."
+        ),
     ],
     radius: Annotated[
         list[str] | None,
@@ -54,6 +56,8 @@ def certify(
         check_file(checkpoint)
     radii = [radius_of(text) for text in radius or RADII]
     check_numbers(count=count, attacked=attacked)
+    if batch < 1:
+        raise ValueError(f"--batch {batch} must be 1 or larger")
     check_plot(plot)
     check_report(html)
     check_writable(out, plot, html)

@@ -82,6 +82,10 @@ def train(
 ) -> None:
     """Train a network: adversarially, with a Lipschitz penalty, both, neither, or certified."""
     check_numbers(time_limit=time_limit, save_every=save_every)
+    if epochs is not None and minutes:
+        raise ValueError(f"--epochs {epochs} and --minutes {minutes:g}: give only one of them")
+    if epochs is not None:
+        minutes = 0.0
     given = {
         "model": model, "data": data, "epochs": epochs, "minutes": minutes, "penalty": penalty,
         "floor": floor, "penalty_weight": penalty_weight, "seed": seed,

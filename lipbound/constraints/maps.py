@@ -163,8 +163,8 @@ class BlockConvolution(KernelMap):
         sides, stride = conv.kernel.shape[2:], conv.stride
         if conv.transposed or any(d > 1 for d in conv.dilation) or len(sides) not in (1, 2):
             raise ValueError(
-                "method 'bcop' needs a convolution over one or two axes without dilation; use "
-                "'aol', 'sll' or 'parseval'"
+                "method 'bcop' needs a convolution over one or two axes, not dilated and not "
+                "transposed; use 'aol', 'sll' or 'parseval', or for a Linear layer 'cayley'"
             )
         if any(k % s for k, s in zip(sides, stride, strict=True)):
             larger = [-(-k // s) * s for k, s in zip(sides, stride, strict=True)]
@@ -241,6 +241,6 @@ MAPS: dict[str, Callable[[Convolution], KernelMap]] = {
     "sll": lambda conv: Gershgorin(conv, rows=True),
     "parseval": Parseval,
 }
-"""Name → the map for a layer of this geometry."""
+"""Methods of ``constrain`` that make a weight from free parameters: name → map for a geometry."""
 ORTHOGONAL = ("cayley", "bjorck", "exponential", "bcop")
 """Maps whose kernels have singular values of 1 only; Björck's if its input is not near-singular."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,9 @@ class CertifiedAccuracy:
     radii: tuple[float, ...]
     accuracy: tuple[float, ...]
     clean: float
-    certified: Tensor
-    labels: Tensor
-    predictions: Tensor
+    certified: Tensor = field(repr=False)
+    labels: Tensor = field(repr=False)
+    predictions: Tensor = field(repr=False)
 
     def by_class(self, radius: float) -> list[float]:
         """Return the certified accuracy of every class; NaN for a class without images."""
@@ -79,12 +79,20 @@ def certified_accuracy(
         >>> certified_accuracy(model, audit(model, (2,)), [batch], [0.5, 0.01]).accuracy
         (0.5, 1.0)
     """
-    if not isinstance(radii, Sequence) or not all(radius >= 0 for radius in radii):
+    if not isinstance(radii, Sequence):
         raise ValueError(f"radii={radii!r} must be a list of radii, for example [36 / 255]")
+    if not all(radius >= 0 for radius in radii):
+        raise ValueError(f"radii={radii!r} must be 0 or larger")
     exact = in_float64(model)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     with in_eval(exact):
-        for inputs, labels in loader:
+        for batch in loader:
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise ValueError(
+                    "the loader must yield pairs (inputs, labels); for one batch pass "
+                    "[(inputs, labels)]"
+                )
+            inputs, labels = batch
             if labels.shape != inputs.shape[:1] or labels.is_floating_point():
                 raise ValueError(
                     f"labels must be one class number for each of {len(inputs)} inputs, got "

@@ -34,7 +34,7 @@ footer { color: #888; font-size: .85rem; }
 <p>{{ title }}</p>
 <table>
 <tr><th>L2 radius</th><th>certified accuracy</th><th>95 % interval</th><th>worst class</th>
-<th>attacked</th></tr>
+<th>attacked</th><th>proved</th></tr>
 {% for row in rows %}
 <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
@@ -54,7 +54,14 @@ def certificate_table(record: Record) -> None:
     title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
     table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
                   pad_edge=False)  # fmt: skip
-    for heading in ("L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked"):
+    for heading in (
+        "L2 radius",
+        "certified accuracy",
+        "95 % interval",
+        "worst class",
+        "attacked",
+        "proved",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for cells in certificate_rows(record):
         table.add_row(*cells)
@@ -64,20 +71,20 @@ def certificate_table(record: Record) -> None:
 
 
 def certificate_rows(record: Record) -> list[list[str]]:
-    """Return radius, certified accuracy, interval, worst class, and accuracy under attack."""
-    rows = [_certified("0 (clean)", record["clean"], "", "")]
+    """Return radius, certified accuracy, interval, worst class, and both for attacked images."""
+    rows = [_certified("0 (clean)", record["clean"], "", "", "")]
     for radius, found in record["certified"].items():
         worst = min(share for share in found["by_class"] if not math.isnan(share))
         attack = record.get("attacked", {}).get(radius)
-        shown = f"{100 * attack['accuracy']:.1f} %" if attack else ""
-        rows.append(_certified(f"{float(radius):.4f}", found, f"{100 * worst:.1f} %", shown))
+        both = [f"{100 * attack[k]:.1f} %" if attack else "" for k in ("accuracy", "proved")]
+        rows.append(_certified(f"{float(radius):.4f}", found, f"{100 * worst:.1f} %", *both))
     return rows
 
 
-def _certified(name: str, found: Record, worst: str, attack: str) -> list[str]:
+def _certified(name: str, found: Record, *others: str) -> list[str]:
     low, high = found["interval"]
     ends = f"{100 * low:.1f} to {100 * high:.1f} %"
-    return [name, f"{100 * found['accuracy']:.1f} %", ends, worst, attack]
+    return [name, f"{100 * found['accuracy']:.1f} %", ends, *others]
 
 
 def certificate_words(record: Record) -> list[str]:
@@ -87,13 +94,17 @@ def certificate_words(record: Record) -> list[str]:
         if record["lipschitz"] is None
         else f"The network's Lipschitz constant is at most {record['lipschitz']:.4g}."
     )
-    words = [said, f"Certified on {record['images']} images ({record['arithmetic']})."]
+    words = [
+        said,
+        f"Certified on {record['images']} images ({record['arithmetic']}). Worst class: the lowest "
+        f"certified accuracy of a class.",
+    ]
     attacked = record.get("attacked", {})
     if attacked:
         count = next(iter(attacked.values()))["images"]
         words.append(
-            f"The last column is the accuracy of the first {count} images under PGD in L2. No "
-            f"proof can certify more of these."
+            f"Attacked: accuracy of the first {count} images under PGD in L2. Proved: certified "
+            f"accuracy of the same images, which can never be larger."
         )
     return words
 

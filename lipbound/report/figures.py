@@ -176,12 +176,16 @@ def certificate_axes(record: dict[str, Any]) -> Any:
     radii, shares = zip(*record["curve"], strict=True)
     axes.plot(radii, shares, color="C0", label="proved")
     axes.fill_between(radii, shares, color="C0", alpha=0.12, lw=0)
-    points = {"0": record["clean"], **record.get("attacked", {})}
-    if len(points) > 1:
+    points = record.get("attacked", {})
+    if points:
         places, found = [float(radius) for radius in points], list(points.values())
-        ends = zip(*(one["interval"] for one in found), strict=True)
-        axes.plot(places, [f["accuracy"] for f in found], "o-", ms=4, color="C3", label="attacked")
-        axes.fill_between(places, *ends, color="C3", alpha=0.12, lw=0)
+        kept = [one["accuracy"] for one in found]
+        below = [one["accuracy"] - one["interval"][0] for one in found]
+        above = [one["interval"][1] - one["accuracy"] for one in found]
+        label = f"attacked ({found[0]['images']} images)"
+        axes.errorbar(
+            places, kept, [below, above], fmt="o", ms=4, capsize=3, color="C3", label=label
+        )
     axes.set_xlabel("L2 radius, pixels in [0, 1]")
     axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1)

@@ -212,7 +212,8 @@ def training_table(summaries: Sequence[Record]) -> None:
     if len(proved) == 1:
         echo(
             f"certified: test images that are proved to keep their right class at every point "
-            f"within the L2 radius {proved.pop():.4f}"
+            f"within the L2 radius {proved.pop():.4f}. PGD attacks in the norm and radius of the "
+            f"settings (by default L∞), so it may be below."
         )
 
 

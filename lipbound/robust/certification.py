@@ -58,6 +58,8 @@ def certification(
     for radius in radii:
         if not 0 < radius < math.inf:
             raise ValueError(f"radius={radius!r} must be positive and finite")
+    if batch < 1:
+        raise ValueError(f"batch={batch} must be at least 1")
     say("audit")
     bounds = audit(network.model.cpu(), network.input_shape, search=0)
     model = network.model.to(device)
@@ -79,8 +81,13 @@ def certification(
     if attacked:
         say("attack")
         first = _batch(images, 0, attacked, device)
+        right = (found.predictions == found.labels)[:attacked]
         record["attacked"] = {
-            f"{radius:.6f}": _attacked(model, first, radius, batch) for radius in radii
+            f"{radius:.6f}": {
+                **_attacked(model, first, radius, batch),
+                "proved": float((right & (found.certified[:attacked] > radius)).double().mean()),
+            }
+            for radius in radii
         }
     return {**record, **provenance(str(device))}
 

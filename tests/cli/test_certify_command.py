@@ -55,7 +55,9 @@ def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
     for radius, found in record["certified"].items():
         assert len(found["by_class"]) == 10
         assert found["accuracy"] <= record["clean"]["accuracy"]
-        assert record["attacked"][radius]["images"] == 30
+        attacked = record["attacked"][radius]
+        assert attacked["images"] == 30
+        assert attacked["proved"] <= attacked["accuracy"]
     shares = [share for _, share in record["curve"]]
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] == 0
@@ -72,6 +74,7 @@ def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
         (("--radius", "x"), "--radius 'x' is not a positive number; write 0.25 or 36/255"),
         (("--radius", "-1"), "--radius '-1' is not a positive number"),
         (("--radius", "1/0"), "--radius '1/0' is not a positive number"),
+        (("--batch", "0"), "--batch 0 must be 1 or larger"),
         (("--count", "-3"), "--count -3 must be 0 or larger"),
         (("--plot", "x.pdf"), "--plot 'x.pdf' must end in .svg or .png"),
     ],

@@ -192,6 +192,7 @@ class Unbounded(ShiftNetwork):
         ({"model": "cnn"}, "cannot be trained with loss='emma': a margin needs .* called head"),
         ({"model": "unbounded"}, "no finite Lipschitz bound: .* product of two activations"),
         ({"model": "head first"}, "the head must be the last Linear layer"),
+        ({"normalize": True}, "normalize=yes does not work with loss='emma'"),
         ({"loss": "ema"}, "loss='ema' is not one of"),
         ({"penalty": "lipbound"}, "arm 'certified' requires penalty=''"),
     ],
@@ -205,6 +206,18 @@ def test_networks_without_a_margin_are_refused_before_training(
     with pytest.raises(ValueError, match=said):
         train(chosen(**{**SHIFT, **changes}), blobs(channels=3), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preset", ["cifar", "certified-digits"])
+def test_presets_of_the_certified_arm_are_refused_by_others(preset):
+    with pytest.raises(ValueError, match=f"preset '{preset}' is for the arm 'certified'"):
+        settings("at", preset)
+
+
+def test_a_batch_that_is_not_in_a_list_is_named():
+    model, inputs, labels = line(4)
+    with pytest.raises(ValueError, match="must yield pairs"):
+        certified_accuracy(model, audit(model, (1,)), (inputs, labels))
 
 
 @pytest.mark.parametrize("preset", ["digits", "fast", "cifar"])
@@ -265,7 +278,7 @@ def test_certified_accuracy_names_wrong_batches(model, batches, said):
         (torch.zeros(4, 1).long(), [0.1], r"got torch.int64 of shape \(4, 1\)"),
         (torch.zeros(4), [0.1], "got torch.float32"),
         (torch.zeros(4).long(), 0.1, "radii=0.1 must be a list"),
-        (torch.zeros(4).long(), [-0.1], "must be a list of radii"),
+        (torch.zeros(4).long(), [-0.1], r"radii=\[-0.1\] must be 0 or larger"),
     ],
 )
 def test_certified_accuracy_names_wrong_labels_and_radii(labels, radii, said):

@@ -201,12 +201,13 @@ def certifiable(
     Raises:
         ValueError: If it has no head with a margin, or no finite Lipschitz bound.
     """
+    if chosen.normalize:
+        raise ValueError(f"normalize=yes does not work with loss={chosen.loss!r}; leave it out")
     head, features = getattr(model, "head", None), getattr(model, "features", None)
     if not isinstance(head, nn.Linear) or not callable(features):
         raise ValueError(
             f"model {chosen.model!r} cannot be trained with loss={chosen.loss!r}: a margin needs a "
-            f"method features(x) and a Linear layer called head; use a shift or liresnet model, "
-            f"and normalize=no"
+            f"method features(x) and a Linear layer called head; use a shift or liresnet model"
         )
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if linear[-1] is not head:

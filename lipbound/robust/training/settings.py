@@ -251,6 +251,9 @@ def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) 
     """
     if arm == "certified" and f"certified-{preset}" in PRESETS:
         preset = f"certified-{preset}"
+    own = preset is not None and f"certified-{preset.removeprefix('certified-')}" in PRESETS
+    if arm in PAPER_ARMS and own and (preset not in PRESETS or preset.startswith("certified-")):
+        raise ValueError(f"preset {preset!r} is for the arm 'certified'; add --arm certified")
     for kind, name, table in (("arm", arm, ARMS), ("preset", preset, PRESETS)):
         if name is not None and name not in table:
             raise unknown(kind, name, table)
