@@ -144,6 +144,7 @@ def _flat(problem: _Problem, rtol: float, polish: bool) -> _Found | None:
         return None
     lower, upper, group = found
     left = np.zeros(problem.taps.shape[1], dtype=np.complex128)
+    left[0] = 1
     if polish:
         symbol = problem.taps[group].reshape(*problem.taps.shape[1:3], -1).sum(2)
         left[:] = torch.linalg.eigh(symbol @ symbol.mT)[1][:, -1].cpu().numpy()

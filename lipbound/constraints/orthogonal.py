@@ -80,7 +80,7 @@ class Retraction:
         >>> optimizer, keep = torch.optim.Adam(model.parameters()), Retraction(model)
         >>> model(torch.randn(8, 4)).square().sum().backward()
         >>> keep.project_(); _ = optimizer.step(); keep.retract_()
-        >>> float(torch.linalg.svdvals(model[0].weight).max()) < 1.00001
+        >>> bool(torch.linalg.svdvals(model[0].weight.detach()).max() < 1.00001)
         True
     """
 

@@ -59,6 +59,7 @@ def test_a_flat_bracket_holds_all_singular_values(name, size):
     assert most * (1 - 1e-13) <= found.upper <= most * (1 + 1e-11)
     assert found.width < 1e-11
     assert found.evaluations == 1, "no search"
+    assert float(bound(kernel, "spectral", **geometry)) >= most * (1 - 1e-13)
 
 
 @pytest.mark.parametrize("noise", [1e-9, 1e-6, 1e-4, 3e-4, 1e-2])
