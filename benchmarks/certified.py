@@ -2,11 +2,14 @@
 
     python -m benchmarks.certified --preset fast --seed 0 --data cifar10 --folder DATA --out FILE
     python -m benchmarks.certified --preset fast --held-out 0.1 --set randaugment=1 --name cell
+    python -m benchmarks.certified --average RUN RUN RUN --data cifar10 --folder DATA --out FILE
 
 The record holds the certified accuracies at 36, 72 and 108 over 255, every image's radius, and how
 many of the certified images an attack breaks within their own radius (none, if the proof is right).
 With ``--held-out`` the network is trained without a part of the training set and certified on that
-part, to choose settings; the test set is not looked at. A run that was stopped is continued.
+part, to choose settings; the test set is not looked at. A run that was stopped is continued. The
+network is also certified as the mean over each image and its mirror image, and with ``--average``
+the mean of several trained networks is.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.attacks.pgd import margin
 from lipbound.robust.data import data_set
+from lipbound.robust.data.sets import Data
+from lipbound.robust.models import Averaged
 from lipbound.robust.training.batches import Feed
 from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.loop import train
-from lipbound.robust.training.settings import as_dict, parse, settings
+from lipbound.robust.training.settings import Settings, as_dict, parse, settings
 from lipbound.robust.training.trained import load_trained
 from lipbound.runtime import pick_device
 
@@ -51,6 +56,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/certified"))
     parser.add_argument("--time-limit", type=float, help="seconds until a checkpoint is written")
     parser.add_argument("--attacked", type=int, default=1000)
+    parser.add_argument("--average", type=Path, nargs="+", metavar="RUN", help="trained before")
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
     given = parser.parse_args()
@@ -59,41 +65,58 @@ def main() -> None:
     chosen = settings("certified", given.preset, **changes)
     data, device = data_set(given.data, given.folder), pick_device(given.device)
     name = given.name or given.preset
-    place = given.runs / f"{name}-{given.seed}"
     began = time.perf_counter()
-    summary = train(
-        chosen, data, place, resume=True, device=given.device, time_limit=given.time_limit
-    )
-    if summary["stopped"]:
-        print(f"stopped ({summary['stopped']}) at step {summary.get('step')}; run it again")
-        return
-    model = load_trained(place / "final.safetensors").model
-    pixels, labels = data.test.load(torch.arange(len(data.test)))
-    if given.held_out:
-        held = Feed(chosen, data, Team(torch.device("cpu"))).held
-        pixels, labels = data.train.load(held)
+    if given.average:
+        networks = [load_trained(place / "final.safetensors") for place in given.average]
+        members = [network.model.to(device) for network in networks]
+        made: dict[str, Any] = {"runs": [place.name for place in given.average]}
+        chosen = networks[0].settings
+    else:
+        place = given.runs / f"{name}-{given.seed}"
+        summary = train(
+            chosen, data, place, resume=True, device=given.device, time_limit=given.time_limit
+        )
+        if summary["stopped"]:
+            print(f"stopped ({summary['stopped']}) at step {summary.get('step')}; run it again")
+            return
+        members = [load_trained(place / "final.safetensors").model.to(device)]
+        made = {
+            "training_seconds": summary["seconds"],
+            "steps": summary["steps"],
+            "images_per_second": round(chosen.batch * summary["steps"] / summary["seconds"]),
+        }
+    images = certified_images(chosen, data, given.held_out)
+    alone = members[0] if len(members) == 1 else Averaged(members, mirror=False)
     record = {
         "experiment": "certified",
         "name": name,
         "images_of": "held-out" if given.held_out else "test",
         "settings": as_dict(chosen),
-        "training_seconds": summary["seconds"],
-        "steps": summary["steps"],
-        "images_per_second": round(chosen.batch * summary["steps"] / summary["seconds"]),
-        "weights": sum(p.numel() for p in model.parameters()),
-        **proved(model.to(device), pixels, labels, given.attacked),
+        **made,
+        "weights": sum(p.numel() for member in members for p in member.parameters()),
+        **proved(alone, images, given.attacked),
+        "mirrored": proved(Averaged(members), images, given.attacked // 4),
         "wall_seconds": round(time.perf_counter() - began, 1),
         **provenance(str(device), given.seed),
     }
-    shown = {k: v["accuracy"] for k, v in record["certified"].items()}
-    print(name, given.seed, record["images_of"], record["clean"]["accuracy"], shown)
-    print("broken within their own radius:", record["attacked"])
+    for kind, found in (("alone", record), ("mirrored", record["mirrored"])):
+        shown = [found["clean"], *found["certified"].values()]
+        print(name, given.seed, record["images_of"], kind, [part["accuracy"] for part in shown])
+        print("broken within their own radius:", found["attacked"])
     if given.out is not None:
         append(given.out, record)
 
 
-def proved(model: nn.Module, pixels: Tensor, labels: Tensor, attacked: int) -> dict[str, Any]:
+def certified_images(chosen: Settings, data: Data, held_out: float) -> tuple[Tensor, Tensor]:
+    """Return pixels and labels of the test set, or of the part of the training set held out."""
+    if not held_out:
+        return data.test.load(torch.arange(len(data.test)))
+    return data.train.load(Feed(chosen, data, Team(torch.device("cpu"))).held)
+
+
+def proved(model: nn.Module, images: tuple[Tensor, Tensor], attacked: int) -> dict[str, Any]:
     """Return the certified accuracies, and the result of an attack on certified images."""
+    pixels, labels = images
     device = next(model.parameters()).device
     found = audit(model, tuple(pixels.shape[1:]), search=0)
 
@@ -108,8 +131,8 @@ def proved(model: nn.Module, pixels: Tensor, labels: Tensor, attacked: int) -> d
     exact = in_float64(model)
     broken = 0
     for part in chosen.split(250):
-        images = pixels[part].to(device).double() / 255
-        broken += int(fallen(exact, images, labels[part].to(device), result.certified[part]).sum())
+        clean = pixels[part].to(device).double() / 255
+        broken += int(fallen(exact, clean, labels[part].to(device), result.certified[part]).sum())
     return {
         "lipschitz": found.upper if math.isfinite(found.upper) else None,
         "features": found.features,

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from lipbound.robust.models.averaged import Averaged
 from lipbound.robust.models.digits import DigitsNet, SmallCNN
 from lipbound.robust.models.liresnet import LiResNet
 from lipbound.robust.models.normalization import Normalize, normalized
@@ -16,6 +17,7 @@ from lipbound.robust.models.wide_resnet import PreActResNet18, WideResNet
 
 __all__ = [
     "MODELS",
+    "Averaged",
     "DigitsNet",
     "ImageNetResNet",
     "LiResNet",
@@ -63,6 +65,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
         dense_width=128,
     ),
     "shift-128x8": partial(ShiftNetwork, width=128, depth=8, dense=2, dense_width=512),
+    "shift-256x8": partial(ShiftNetwork, width=256, depth=8, dense=2, dense_width=256),
     "shift-512x12": ShiftNetwork,
     "wrn-10-1": partial(WideResNet, 10, 1),
     "wrn-16-4": partial(WideResNet, 16, 4),
