@@ -9,7 +9,8 @@ many of the certified images an attack breaks within their own radius (none, if 
 With ``--held-out`` the network is trained without a part of the training set and certified on that
 part, to choose settings; the test set is not looked at. A run that was stopped is continued. The
 network is also certified as the mean over each image and its mirror image, and with ``--average``
-the mean of several trained networks is.
+the mean of several trained networks is. With ``--keep`` the weights are rounded to float16 and
+written to a file, and the rounded network is the one that is certified.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lipbound.robust.attacks.pgd import margin
 from lipbound.robust.data import data_set
 from lipbound.robust.data.sets import Data
 from lipbound.robust.models import Averaged
+from lipbound.robust.training import checkpoints
 from lipbound.robust.training.batches import Feed
 from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.loop import train
@@ -56,6 +58,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/certified"))
     parser.add_argument("--time-limit", type=float, help="seconds until a checkpoint is written")
     parser.add_argument("--attacked", type=int, default=1000)
+    parser.add_argument("--keep", type=Path, help="file for the network, in float16")
     parser.add_argument("--average", type=Path, nargs="+", metavar="RUN", help="trained before")
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
@@ -79,7 +82,11 @@ def main() -> None:
         if summary["stopped"]:
             print(f"stopped ({summary['stopped']}) at step {summary.get('step')}; run it again")
             return
-        members = [load_trained(place / "final.safetensors").model.to(device)]
+        final = place / "final.safetensors"
+        if given.keep is not None:
+            keep(final, given.keep)
+            final = given.keep
+        members = [load_trained(final).model.to(device)]
         made = {
             "training_seconds": summary["seconds"],
             "steps": summary["steps"],
@@ -95,7 +102,7 @@ def main() -> None:
         **made,
         "weights": sum(p.numel() for member in members for p in member.parameters()),
         **proved(alone, images, given.attacked),
-        "mirrored": proved(Averaged(members), images, given.attacked // 4),
+        "mirrored": proved(Averaged(members), images, given.attacked // 4, radii=False),
         "wall_seconds": round(time.perf_counter() - began, 1),
         **provenance(str(device), given.seed),
     }
@@ -107,6 +114,13 @@ def main() -> None:
         append(given.out, record)
 
 
+def keep(path: Path, kept: Path) -> None:
+    """Round the weights of a network to float16 and write them to another file."""
+    weights, about = checkpoints.load(path)
+    rounded = {k: w.half() if w.is_floating_point() else w for k, w in weights.items()}
+    checkpoints.save(kept, rounded, about)
+
+
 def certified_images(chosen: Settings, data: Data, held_out: float) -> tuple[Tensor, Tensor]:
     """Return pixels and labels of the test set, or of the part of the training set held out."""
     if not held_out:
@@ -114,7 +128,9 @@ def certified_images(chosen: Settings, data: Data, held_out: float) -> tuple[Ten
     return data.train.load(Feed(chosen, data, Team(torch.device("cpu"))).held)
 
 
-def proved(model: nn.Module, images: tuple[Tensor, Tensor], attacked: int) -> dict[str, Any]:
+def proved(
+    model: nn.Module, images: tuple[Tensor, Tensor], attacked: int, *, radii: bool = True
+) -> dict[str, Any]:
     """Return the certified accuracies, and the result of an attack on certified images."""
     pixels, labels = images
     device = next(model.parameters()).device
@@ -140,7 +156,7 @@ def proved(model: nn.Module, images: tuple[Tensor, Tensor], attacked: int) -> di
         "certified": {
             f"{radius:.6f}": accuracy(right & (result.certified > radius)) for radius in RADII
         },
-        "radii": [round(radius, 5) for radius in result.certified.tolist()],
+        **({"radii": [round(r, 5) for r in result.certified.tolist()]} if radii else {}),
         "attacked": {"images": len(chosen), "broken": broken},
     }
 
@@ -155,7 +171,7 @@ def fallen(
     ball = BALLS["l2"]
     reach = radii.to(images).reshape(-1, *[1] * (images.ndim - 1))
     broken = torch.zeros(len(images), dtype=torch.bool, device=images.device)
-    for restart in range(2):
+    for restart in range(2 if len(images) else 0):
         draw = torch.Generator(images.device).manual_seed(restart)
         moved = reach * ball.sample(images, 1.0, draw)
         for step in range(iterations):
