@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
-from rich.table import Table
-
 from lipbound import __version__
-from lipbound.report.figures import canvas, certificate_axes, numbered
-from lipbound.report.terminal import Record, Screen, echo, escape
+from lipbound.report.figures import certificate_axes, encoded
+from lipbound.report.terminal import Record, Screen, echo, title_of, titled
+
+HEADINGS = (
+    "L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked", "proved",
+)  # fmt: skip
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -33,8 +34,7 @@ footer { color: #888; font-size: .85rem; }
 <h1>Certified accuracy</h1>
 <p>{{ title }}</p>
 <table>
-<tr><th>L2 radius</th><th>certified accuracy</th><th>95 % interval</th><th>worst class</th>
-<th>attacked</th><th>proved</th></tr>
+<tr>{% for name in headings %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for row in rows %}
 <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
@@ -51,18 +51,9 @@ footer { color: #888; font-size: .85rem; }
 
 def certificate_table(record: Record) -> None:
     """Print certified accuracies with intervals, beside the accuracy under attack."""
-    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
-    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
-                  pad_edge=False)  # fmt: skip
-    for heading in (
-        "L2 radius",
-        "certified accuracy",
-        "95 % interval",
-        "worst class",
-        "attacked",
-        "proved",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = titled(title_of(record))
+    for name in HEADINGS:
+        table.add_column(name, justify="right", no_wrap=True)
     for cells in certificate_rows(record):
         table.add_row(*cells)
     Screen().show(table)
@@ -114,15 +105,11 @@ def certificate_page(record: dict[str, Any]) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
-    figure = certificate_axes(record)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    canvas().close(figure)
-    drawn = numbered(buffer.getvalue()).decode()
-    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+    drawn = encoded(certificate_axes(record), "svg").decode()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE).render(
-        title=title,
+        title=title_of(record),
+        headings=HEADINGS,
         record=record,
         rows=certificate_rows(record),
         words=certificate_words(record),
