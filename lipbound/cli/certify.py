@@ -86,7 +86,7 @@ def certify(
     if json_:
         echo(json.dumps(record, indent=1))
     else:
-        certificate_table(record)
+        certificate_table(record, radii)
     if out is not None:
         append(out, record)
     if plot is not None:
@@ -97,7 +97,7 @@ def certify(
     if html is not None:
         from lipbound.report.certificates import certificate_page
 
-        write(html, certificate_page(record).encode())
+        write(html, certificate_page(record, radii).encode())
         typer.echo(f"wrote {html}", err=True)
 
 

@@ -45,7 +45,8 @@ def certification(
         progress: Shows the progress of the certificates.
 
     Returns:
-        The record: accuracies with their intervals and by class, a curve, the bound of the network.
+        The record: accuracies with their intervals and by class (``None`` for a class without
+        images), a curve, the bound of the network.
 
     Raises:
         ValueError: If the images do not fit the network, or a radius is not positive.
@@ -108,7 +109,7 @@ def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:
         "certified": {
             f"{radius:.6f}": {
                 **accuracy(found.certified > radius),
-                "by_class": found.by_class(radius),
+                "by_class": [None if math.isnan(s) else s for s in found.by_class(radius)],
             }
             for radius in found.radii
         },

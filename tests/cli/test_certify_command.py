@@ -8,6 +8,7 @@ import pytest
 from helpers import TINY_SHIFT, run
 
 from lipbound.files import read
+from lipbound.report.certificates import radius_name
 from lipbound.robust.data import data_set
 from lipbound.robust.models import MODELS
 from lipbound.robust.training.loop import train
@@ -30,7 +31,8 @@ def test_the_table_says_what_the_training_proved(trained, monkeypatch, capsys):
     code, text, _ = run(monkeypatch, capsys, "certify", str(out), "--attacked", "0")
     assert code == 0
     share = f"{100 * summary['final']['certified_accuracy']:.1f} %"
-    line = next(line for line in text.splitlines() if line.strip().startswith("0.1412"))
+    line = next(line for line in text.splitlines() if line.strip().startswith("36/255"))
+    assert line.split()[1] == "(0.1412)"
     assert share in line
     assert "real arithmetic, float64 logits" in text
 
@@ -66,6 +68,28 @@ def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
     assert "Certified accuracy" in page
     assert "<svg" in page
     assert "<script" not in page
+
+
+def test_classes_without_images_are_null(trained, monkeypatch, capsys, tmp_path):
+    few = ("certify", str(trained[0]), "--count", "3", "--attacked", "0")
+    code, text, _ = run(monkeypatch, capsys, *few, "--json")
+    assert code == 0
+    record = json.loads(text, parse_constant=pytest.fail)
+    assert None in record["certified"]["0.141176"]["by_class"]
+    assert run(monkeypatch, capsys, *few, "--html", str(tmp_path / "page.html"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("radius", "name"),
+    [
+        (36 / 255, "36/255 (0.1412)"),
+        (0.141176, "0.1412"),
+        (1.0, "255/255 (1.0000)"),
+        (1e-12, "0.0000"),
+    ],
+)
+def test_radii_are_named_as_they_are_asked_for(radius, name):
+    assert radius_name(radius) == name
 
 
 @pytest.mark.parametrize(
