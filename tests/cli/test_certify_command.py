@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from helpers import TINY_SHIFT, run
+from safetensors.torch import save_file
 
 from lipbound.files import read
 from lipbound.report.certificates import radius_name
@@ -114,3 +116,35 @@ def test_a_folder_without_a_run(monkeypatch, capsys, tmp_path):
     code, _, err = run(monkeypatch, capsys, "certify", str(tmp_path))
     assert code == 2
     assert "is not the folder of a training run" in err
+
+
+def test_a_run_without_a_network(monkeypatch, capsys, tmp_path):
+    train(settings("certified", "digits"), data_set("digits"), tmp_path, device="cpu", time_limit=0)
+    code, _, err = run(monkeypatch, capsys, "certify", str(tmp_path))
+    assert code == 2
+    assert "stopped before its first check; repeat its command with --resume" in err
+
+
+def test_a_file_that_is_not_a_network(trained, monkeypatch, capsys, tmp_path):
+    whole, advice = trained[0] / "final.safetensors", "use an intact best.safetensors or final"
+    cut, foreign = tmp_path / "cut.safetensors", tmp_path / "foreign.safetensors"
+    cut.write_bytes(whole.read_bytes()[:-8])
+    save_file({"weight": torch.ones(2)}, foreign)
+    for path, missing in (
+        (cut, "is not a complete safetensors file"),
+        (foreign, "holds weights, but not the settings"),
+    ):
+        code, _, err = run(monkeypatch, capsys, "certify", str(path))
+        assert code == 2
+        assert missing in err
+        assert advice in err
+
+
+def test_images_of_another_size_are_named_before_training(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "run"
+    wrong = ("train", "--arm", "certified", "--preset", "fast", "--data", "digits")
+    code, _, err = run(monkeypatch, capsys, *wrong, "--out", str(out))
+    assert code == 2
+    assert "takes 32×32 images of 3 channels, but the data has 8×8 images of 1 channel" in err
+    assert "use --preset certified-digits or --model shift-digits" in err
+    assert not out.exists()
