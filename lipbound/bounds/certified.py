@@ -60,6 +60,7 @@ class _Problem:
     taps: Tensor  # (groups, n, N, *m), n ≤ N, float64, no gradient
     scales: tuple[float, float]
     zero: bool  # whether the kernel is zero; its taps are then ones
+    spread: float  # largest deviation of a row's energy from the mean of its group, relative
 
 
 @torch.no_grad()
@@ -77,16 +78,19 @@ def _problems(
         kernels = torch.cat([convs[name].kernel for name in names]).to(device)
         first = convs[names[0]]
         whole = replace(first, kernel=kernels, groups=first.groups * len(names))
-        coefficients = double(taps(whole)).unflatten(0, (len(names), -1))
+        coefficients = _wide(double(taps(whole))).unflatten(0, (len(names), -1))
         largest = torch.linalg.vector_norm(coefficients.flatten(1), math.inf, dim=1).tolist()
         exponents = [math.frexp(most or 1.0)[1] - 1 for most in largest]
         halves = [(2.0 ** (e // 2), 2.0 ** (e - e // 2)) for e in exponents]  # 2^-e may overflow
         for scale in torch.tensor(halves, dtype=torch.float64).to(coefficients.device).unbind(1):
             coefficients = coefficients / scale.reshape(-1, *[1] * (coefficients.ndim - 1))
-        for i, name in enumerate(names):
-            zero = largest[i] == 0
-            mine = torch.ones_like(coefficients[i]) if zero else coefficients[i]
-            problems[name] = _Problem(convs[name], _wide(mine), halves[i], zero)
+        zeros = [most == 0 for most in largest]
+        coefficients[torch.tensor(zeros)] = 1.0
+        energies = torch.linalg.vector_norm(coefficients.flatten(3), dim=3).square()
+        level = energies.mean(2, keepdim=True).clamp_min(1e-300)
+        spreads = ((energies - level).abs() / level).amax((1, 2)).tolist()
+        for name, *parts in zip(names, coefficients, halves, zeros, spreads, strict=True):
+            problems[name] = _Problem(convs[name], *parts)
     return {name: problems[name] for name in convs}
 
 
@@ -139,7 +143,7 @@ def _flat(problem: _Problem, rtol: float, polish: bool) -> _Found | None:
 
     ``polish`` also finds the singular vector to which a gradient belongs, at frequency 0.
     """
-    found = flat(problem.taps, rtol)
+    found = None if problem.spread > rtol else flat(problem.taps, rtol)
     if found is None:
         return None
     lower, upper, group = found

@@ -13,8 +13,11 @@ import typer
 
 from lipbound.files import PICKLED, SAFE, check_file
 
+DATA = Annotated[str | None, typer.Option(help="Data set. Default: the one of the training run.")]
 DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
 FOLDER = Annotated[Path | None, typer.Option(help="Folder that holds the image data.")]
+JSON = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
+OUT = Annotated[Path | None, typer.Option(help="Append the record to this JSON Lines file.")]
 PLOT = Annotated[Path | None, typer.Option(help="Draw a figure to this .svg or .png file.")]
 
 

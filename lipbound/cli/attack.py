@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lipbound.cli.arguments import DEVICE, FOLDER, PLOT, check_numbers, check_plot
+from lipbound.cli.arguments import DATA, DEVICE, FOLDER, JSON, OUT, PLOT, check_numbers, check_plot
 
 
 def attack(
@@ -23,9 +23,7 @@ def attack(
             help="Attack to run (repeatable): pgd, cw, cw-projected, autoattack. Default: pgd.",
         ),
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Data set. Default: the one of the training run.")
-    ] = None,
+    data: DATA = None,
     folder: FOLDER = None,
     count: Annotated[int, typer.Option(help="Number of test images (0: all).")] = 1000,
     ball: Annotated[
@@ -70,10 +68,8 @@ def attack(
     ] = False,
     graphs: Annotated[bool, typer.Option(help="Use CUDA graphs to run the attacks faster.")] = True,
     device: DEVICE = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Append the record to this JSON Lines file.")
-    ] = None,
+    json_: JSON = False,
+    out: OUT = None,
     plot: PLOT = None,
 ) -> None:
     """Measure accuracy under attack, and warn if an attack looks too weak to be trusted."""
@@ -84,8 +80,6 @@ def attack(
     check_numbers(count=count, jacobians=jacobians)
     check_plot(plot)
     check_writable(out, plot)
-    import torch
-
     from lipbound.report.terminal import attack_table, echo
     from lipbound.robust.attacks.plan import Plan
     from lipbound.robust.data import data_set
@@ -101,8 +95,7 @@ def attack(
         batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
     )  # fmt: skip
     name = data or trained.data
-    test = data_set(name, folder).test
-    images = test.load(torch.arange(min(count or len(test), len(test))))
+    images = data_set(name, folder).test_images(count)
     records = []
     with team(device) as who:
         for path in paths:

@@ -9,7 +9,18 @@ from typing import Annotated
 
 import typer
 
-from lipbound.cli.arguments import DEVICE, FOLDER, PLOT, bar, check_numbers, check_plot
+from lipbound.cli.arguments import (
+    DATA,
+    DEVICE,
+    FOLDER,
+    JSON,
+    OUT,
+    PLOT,
+    bar,
+    check_numbers,
+    check_plot,
+    check_report,
+)
 
 RADII = ("36/255", "72/255", "108/255")
 
@@ -28,9 +39,7 @@ def certify(
             "72/255 and 108/255."
         ),
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Data set. Default: the one of the training run.")
-    ] = None,
+    data: DATA = None,
     folder: FOLDER = None,
     count: Annotated[int, typer.Option(help="Number of test images (0: all).")] = 0,
     attacked: Annotated[
@@ -39,17 +48,14 @@ def certify(
     ] = 200,
     batch: Annotated[int, typer.Option(help="Number of images per batch.")] = 250,
     device: DEVICE = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Append the record to this JSON Lines file.")
-    ] = None,
+    json_: JSON = False,
+    out: OUT = None,
     plot: PLOT = None,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with the table and the curve to this file.")
     ] = None,
 ) -> None:
     """Prove which test images keep their class within a radius, and attack some for comparison."""
-    from lipbound.cli.arguments import check_report
     from lipbound.files import append, check_file, check_writable, write
 
     if not checkpoint.is_dir():
@@ -61,8 +67,6 @@ def certify(
     check_plot(plot)
     check_report(html)
     check_writable(out, plot, html)
-    import torch
-
     from lipbound.report.certificates import certificate_table
     from lipbound.report.terminal import echo
     from lipbound.robust.certification import certification
@@ -72,8 +76,7 @@ def certify(
 
     network = networks(checkpoint)[-1]  # the final one of a run
     name = data or network.settings.data
-    test = data_set(name, folder).test
-    images = test.load(torch.arange(min(count or len(test), len(test))))
+    images = data_set(name, folder).test_images(count)
     record = certification(
         network, images, radii, pick_device(device),
         attacked=attacked, batch=batch, progress=bar,
@@ -83,7 +86,7 @@ def certify(
     if json_:
         echo(json.dumps(record, indent=1))
     else:
-        certificate_table(record)
+        certificate_table(record, radii)
     if out is not None:
         append(out, record)
     if plot is not None:
@@ -94,7 +97,7 @@ def certify(
     if html is not None:
         from lipbound.report.certificates import certificate_page
 
-        write(html, certificate_page(record).encode())
+        write(html, certificate_page(record, radii).encode())
         typer.echo(f"wrote {html}", err=True)
 
 

@@ -41,11 +41,8 @@ class CertifiedAccuracy:
     def by_class(self, radius: float) -> list[float]:
         """Return the certified accuracy of every class; NaN for a class without images."""
         counts = torch.bincount(self.labels)
-        kept = self.labels[self._kept(radius)]
+        kept = self.labels[self.certified > radius]
         return (torch.bincount(kept, minlength=len(counts)).double() / counts).tolist()
-
-    def _kept(self, radius: float) -> Tensor:
-        return (self.predictions == self.labels) & (self.certified > radius)
 
 
 @torch.no_grad()
@@ -114,11 +111,9 @@ def certified_accuracy(
     if not found:
         raise ValueError("there are no images to certify; the loader is empty")
     certified, labels, predictions = (torch.cat(part) for part in zip(*found, strict=True))
-    right = predictions == labels
-    shares = [float((right & (certified > radius)).double().mean()) for radius in radii]
-    return CertifiedAccuracy(
-        tuple(radii), tuple(shares), float(right.double().mean()), certified, labels, predictions
-    )
+    shares = [float((certified > radius).double().mean()) for radius in radii]
+    clean = float((predictions == labels).double().mean())
+    return CertifiedAccuracy(tuple(radii), tuple(shares), clean, certified, labels, predictions)
 
 
 def in_float64(model: nn.Module) -> nn.Module:

@@ -186,7 +186,7 @@ def cell(
         if summary["stopped"] != "time limit":
             raise KeyboardInterrupt
         return None
-    images = data.test.load(torch.arange(min(tier.images, len(data.test))))
+    images = data.test_images(tier.images)
     few = (images[0][: tier.autoattack], images[1][: tier.autoattack])
     plan = tier.plan if attacked else replace(tier.plan, attacks=())
     found: dict[str, Any] = {}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import math
+from collections.abc import Iterable
 from typing import Any
 
-from rich.table import Table
-
 from lipbound import __version__
-from lipbound.report.figures import canvas, certificate_axes, numbered
-from lipbound.report.terminal import Record, Screen, echo, escape
+from lipbound.report.figures import certificate_axes, encoded
+from lipbound.report.terminal import Record, Screen, echo, title_of, titled
+
+HEADINGS = (
+    "L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked", "proved",
+)  # fmt: skip
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -33,8 +34,7 @@ footer { color: #888; font-size: .85rem; }
 <h1>Certified accuracy</h1>
 <p>{{ title }}</p>
 <table>
-<tr><th>L2 radius</th><th>certified accuracy</th><th>95 % interval</th><th>worst class</th>
-<th>attacked</th><th>proved</th></tr>
+<tr>{% for name in headings %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for row in rows %}
 <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
@@ -49,36 +49,40 @@ footer { color: #888; font-size: .85rem; }
 """
 
 
-def certificate_table(record: Record) -> None:
+def certificate_table(record: Record, radii: Iterable[float]) -> None:
     """Print certified accuracies with intervals, beside the accuracy under attack."""
-    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
-    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
-                  pad_edge=False)  # fmt: skip
-    for heading in (
-        "L2 radius",
-        "certified accuracy",
-        "95 % interval",
-        "worst class",
-        "attacked",
-        "proved",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for cells in certificate_rows(record):
+    table = titled(title_of(record))
+    for name in HEADINGS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for cells in certificate_rows(record, radii):
         table.add_row(*cells)
     Screen().show(table)
     for sentence in certificate_words(record):
         echo(sentence)
 
 
-def certificate_rows(record: Record) -> list[list[str]]:
+def certificate_rows(record: Record, radii: Iterable[float]) -> list[list[str]]:
     """Return radius, certified accuracy, interval, worst class, and both for attacked images."""
+    names = {f"{radius:.6f}": radius_name(radius) for radius in radii}
     rows = [_certified("0 (clean)", record["clean"], "", "", "")]
     for radius, found in record["certified"].items():
-        worst = min(share for share in found["by_class"] if not math.isnan(share))
+        worst = min(share for share in found["by_class"] if share is not None)
         attack = record.get("attacked", {}).get(radius)
         both = [f"{100 * attack[k]:.1f} %" if attack else "" for k in ("accuracy", "proved")]
-        rows.append(_certified(f"{float(radius):.4f}", found, f"{100 * worst:.1f} %", *both))
+        rows.append(_certified(names[radius], found, f"{100 * worst:.1f} %", *both))
     return rows
+
+
+def radius_name(radius: float) -> str:
+    """Name a radius, as a number of grey levels if it is one.
+
+    Example:
+        >>> radius_name(36 / 255), radius_name(0.25)
+        ('36/255 (0.1412)', '0.2500')
+    """
+    levels = round(255 * radius)
+    whole = levels > 0 and abs(radius - levels / 255) <= 1e-9
+    return f"{levels}/255 ({radius:.4f})" if whole else f"{radius:.4f}"
 
 
 def _certified(name: str, found: Record, *others: str) -> list[str]:
@@ -109,22 +113,18 @@ def certificate_words(record: Record) -> list[str]:
     return words
 
 
-def certificate_page(record: dict[str, Any]) -> str:
+def certificate_page(record: dict[str, Any], radii: Iterable[float]) -> str:
     """Return the HTML page of a record of :func:`lipbound.robust.certification.certification`."""
     from jinja2 import Environment
     from markupsafe import Markup
 
-    figure = certificate_axes(record)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    canvas().close(figure)
-    drawn = numbered(buffer.getvalue()).decode()
-    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+    drawn = encoded(certificate_axes(record), "svg").decode()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE).render(
-        title=title,
+        title=title_of(record),
+        headings=HEADINGS,
         record=record,
-        rows=certificate_rows(record),
+        rows=certificate_rows(record, radii),
         words=certificate_words(record),
         picture=Markup(drawn[drawn.index("<svg") :]),  # made by Matplotlib, without user's text
         version=__version__,

@@ -88,11 +88,16 @@ def canvas() -> Any:
 
 
 def save(figure: Any, path: Path, dpi: int = 100) -> None:
-    """Write a figure to a file, without the date, and close it."""
-    buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
+    """Write a figure to a file and close it."""
+    write(path, encoded(figure, path.suffix.removeprefix("."), dpi))
+
+
+def encoded(figure: Any, kind: str, dpi: int = 100) -> bytes:
+    """Return a figure as ``svg`` or ``png``, without the date, and close it."""
+    buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=dpi)
     canvas().close(figure)
-    write(path, numbered(buffer.getvalue()) if kind == "svg" else buffer.getvalue())
+    return numbered(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
 
 
 def numbered(svg: bytes) -> bytes:

@@ -217,12 +217,21 @@ def training_table(summaries: Sequence[Record]) -> None:
         )
 
 
+def titled(title: str) -> Table:
+    """Return an empty table with a title."""
+    return Table(title=escape(title), title_justify="left", header_style="bold", box=None,
+                 pad_edge=False)  # fmt: skip
+
+
+def title_of(record: Record) -> str:
+    """Name the network and the data of a record of ``attack`` or ``certify``."""
+    return f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+
+
 def attack_table(record: Record) -> None:
     """Print accuracies with confidence intervals, then reasons to doubt them."""
     console = Screen()
-    title = f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
-    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
-                  pad_edge=False)  # fmt: skip
+    table = titled(title_of(record))
     table.add_column("")
     table.add_column("accuracy", justify="right", no_wrap=True)
     table.add_column("95 % interval", justify="right", no_wrap=True)
@@ -274,8 +283,7 @@ ROWS = 400  # largest number of rows of a printed table
 def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None:
     """Print one line per layer, then a summary of the network."""
     console = console or Screen()
-    table = Table(title=escape(title), title_justify="left", header_style="bold", box=None,
-                  pad_edge=False)  # fmt: skip
+    table = titled(title)
     table.add_column("layer", overflow="fold")
     table.add_column("geometry", no_wrap=True)
     for heading in ("lower", "upper", "LipBound"):

@@ -45,7 +45,8 @@ def certification(
         progress: Shows the progress of the certificates.
 
     Returns:
-        The record: accuracies with their intervals and by class, a curve, the bound of the network.
+        The record: accuracies with their intervals and by class (``None`` for a class without
+        images), a curve, the bound of the network.
 
     Raises:
         ValueError: If the images do not fit the network, or a radius is not positive.
@@ -81,11 +82,10 @@ def certification(
     if attacked:
         say("attack")
         first = _batch(images, 0, attacked, device)
-        right = (found.predictions == found.labels)[:attacked]
         record["attacked"] = {
             f"{radius:.6f}": {
                 **_attacked(model, first, radius, batch),
-                "proved": float((right & (found.certified[:attacked] > radius)).double().mean()),
+                "proved": float((found.certified[:attacked] > radius).double().mean()),
             }
             for radius in radii
         }
@@ -108,15 +108,13 @@ def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:
         "clean": accuracy(right),
         "certified": {
             f"{radius:.6f}": {
-                **accuracy(right & (found.certified > radius)),
-                "by_class": found.by_class(radius),
+                **accuracy(found.certified > radius),
+                "by_class": [None if math.isnan(s) else s for s in found.by_class(radius)],
             }
             for radius in found.radii
         },
         "median_radius": float(found.certified[right].median()) if right.any() else 0.0,
-        "curve": [
-            [point, float((right & (found.certified > point)).double().mean())] for point in points
-        ],
+        "curve": [[point, float((found.certified > point).double().mean())] for point in points],
     }
 
 

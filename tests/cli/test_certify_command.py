@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from helpers import TINY_SHIFT, run
+from safetensors.torch import save_file
 
 from lipbound.files import read
+from lipbound.report.certificates import radius_name
 from lipbound.robust.data import data_set
 from lipbound.robust.models import MODELS
 from lipbound.robust.training.loop import train
@@ -30,7 +33,8 @@ def test_the_table_says_what_the_training_proved(trained, monkeypatch, capsys):
     code, text, _ = run(monkeypatch, capsys, "certify", str(out), "--attacked", "0")
     assert code == 0
     share = f"{100 * summary['final']['certified_accuracy']:.1f} %"
-    line = next(line for line in text.splitlines() if line.strip().startswith("0.1412"))
+    line = next(line for line in text.splitlines() if line.strip().startswith("36/255"))
+    assert line.split()[1] == "(0.1412)"
     assert share in line
     assert "real arithmetic, float64 logits" in text
 
@@ -68,6 +72,28 @@ def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
     assert "<script" not in page
 
 
+def test_classes_without_images_are_null(trained, monkeypatch, capsys, tmp_path):
+    few = ("certify", str(trained[0]), "--count", "3", "--attacked", "0")
+    code, text, _ = run(monkeypatch, capsys, *few, "--json")
+    assert code == 0
+    record = json.loads(text, parse_constant=pytest.fail)
+    assert None in record["certified"]["0.141176"]["by_class"]
+    assert run(monkeypatch, capsys, *few, "--html", str(tmp_path / "page.html"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("radius", "name"),
+    [
+        (36 / 255, "36/255 (0.1412)"),
+        (0.141176, "0.1412"),
+        (1.0, "255/255 (1.0000)"),
+        (1e-12, "0.0000"),
+    ],
+)
+def test_radii_are_named_as_they_are_asked_for(radius, name):
+    assert radius_name(radius) == name
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -90,3 +116,35 @@ def test_a_folder_without_a_run(monkeypatch, capsys, tmp_path):
     code, _, err = run(monkeypatch, capsys, "certify", str(tmp_path))
     assert code == 2
     assert "is not the folder of a training run" in err
+
+
+def test_a_run_without_a_network(monkeypatch, capsys, tmp_path):
+    train(settings("certified", "digits"), data_set("digits"), tmp_path, device="cpu", time_limit=0)
+    code, _, err = run(monkeypatch, capsys, "certify", str(tmp_path))
+    assert code == 2
+    assert "stopped before its first check; repeat its command with --resume" in err
+
+
+def test_a_file_that_is_not_a_network(trained, monkeypatch, capsys, tmp_path):
+    whole, advice = trained[0] / "final.safetensors", "use an intact best.safetensors or final"
+    cut, foreign = tmp_path / "cut.safetensors", tmp_path / "foreign.safetensors"
+    cut.write_bytes(whole.read_bytes()[:-8])
+    save_file({"weight": torch.ones(2)}, foreign)
+    for path, missing in (
+        (cut, "is not a complete safetensors file"),
+        (foreign, "holds weights, but not the settings"),
+    ):
+        code, _, err = run(monkeypatch, capsys, "certify", str(path))
+        assert code == 2
+        assert missing in err
+        assert advice in err
+
+
+def test_images_of_another_size_are_named_before_training(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "run"
+    wrong = ("train", "--arm", "certified", "--preset", "fast", "--data", "digits")
+    code, _, err = run(monkeypatch, capsys, *wrong, "--out", str(out))
+    assert code == 2
+    assert "takes 32×32 images of 3 channels, but the data has 8×8 images of 1 channel" in err
+    assert "use --preset certified-digits or --model shift-digits" in err
+    assert not out.exists()

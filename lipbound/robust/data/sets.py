@@ -86,6 +86,10 @@ class Data:
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.test.load(torch.zeros(1, dtype=torch.int64))[0].shape[1:])
 
+    def test_images(self, count: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the first ``count`` test images and their labels; 0 returns all."""
+        return self.test.load(torch.arange(min(count or len(self.test), len(self.test))))
+
 
 def in_memory(
     train: tuple[Bytes, NDArray[Any]], test: tuple[Bytes, NDArray[Any]], **options: Any

@@ -28,6 +28,11 @@ def networks(path: Path) -> list[Trained]:
         check_file(path)
     else:
         files = [f for f in (path / "best.safetensors", path / "final.safetensors") if f.is_file()]
+        if not files and (path / "settings.json").is_file():
+            raise ValueError(
+                f"the training run in {str(path)!r} has no best.safetensors yet, because it "
+                f"stopped before its first check; repeat its command with --resume"
+            )
         if not files:
             raise ValueError(
                 f"{str(path)!r} is not the folder of a training run: it has neither "

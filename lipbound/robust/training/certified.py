@@ -39,7 +39,7 @@ class MarginDescent:
 
     Args:
         networks: The network in training. It has ``features`` and a Linear layer ``head``.
-        images: Training images, from which :meth:`settle` computes the stored means.
+        images: Training images, from which :meth:`settled` computes the stored means.
 
     Raises:
         ValueError: If the network has no such head, or a part without a Lipschitz constant.

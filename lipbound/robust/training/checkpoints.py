@@ -57,13 +57,16 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     from safetensors.torch import load_file
 
-    record = about(path)
-    if record is None:
-        raise ValueError(f"{str(path)!r} is not a complete lipbound checkpoint")
     try:
         tensors = load_file(path)
     except Exception as error:
-        raise ValueError(f"{str(path)!r} is not a complete lipbound checkpoint: {error}") from None
+        raise ValueError(f"{str(path)!r} is not a complete safetensors file: {error}") from None
+    record = about(path)
+    if record is None:
+        raise ValueError(
+            f"{str(path)!r} holds weights, but not the settings with which this version of "
+            f"lipbound trained them"
+        )
     if _checksum(tensors, record) != record.get("checksum"):
         raise ValueError(f"{str(path)!r} is damaged: its checksum does not match")
     return tensors, record

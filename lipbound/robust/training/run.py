@@ -170,8 +170,8 @@ class Run:
     def due(self) -> bool:
         """Whether it is time for a record, which is not yet made."""
         between = self.feed.per_epoch * self.chosen.check_every
-        time = self.step > 0 and (self.step % between == 0 or self.over)
-        return time and self.record.get("step") != self.step
+        reached = self.step > 0 and (self.step % between == 0 or self.over)
+        return reached and self.record.get("step") != self.step
 
     def _rate(self, step: int) -> float:
         """Return the learning rate of a step; with a time limit, that of now."""

@@ -9,9 +9,10 @@ from typing import Any, get_type_hints
 
 from lipbound.registry import unknown
 from lipbound.robust.attacks.balls import BALLS
+from lipbound.robust.training import margins
 
 SCHEDULES = ("steps", "onecycle", "cosine", "constant")
-LOSSES = ("cross-entropy", "lipschitz-margin", "gloro", "emma", "annealing", "emma+annealing")
+LOSSES = ("cross-entropy", *margins.LOSSES)
 
 
 @dataclass(frozen=True)
@@ -249,10 +250,11 @@ def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) 
         >>> settings("at", "paper-cifar", epochs=3).penalty
         ''
     """
-    if arm == "certified" and f"certified-{preset}" in PRESETS:
-        preset = f"certified-{preset}"
-    own = preset is not None and f"certified-{preset.removeprefix('certified-')}" in PRESETS
-    if arm in PAPER_ARMS and own and (preset not in PRESETS or preset.startswith("certified-")):
+    own = f"certified-{preset}"
+    if arm == "certified" and own in PRESETS:
+        preset = own
+    meant = preset if preset in PRESETS else own
+    if arm in PAPER_ARMS and meant in PRESETS and meant.startswith("certified-"):
         raise ValueError(f"preset {preset!r} is for the arm 'certified'; add --arm certified")
     for kind, name, table in (("arm", arm, ARMS), ("preset", preset, PRESETS)):
         if name is not None and name not in table:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,51 @@ from torch import nn
 from lipbound.registry import unknown
 from lipbound.robust.data.sets import Data
 from lipbound.robust.models import MODELS, normalized
+from lipbound.robust.models.shift import CertifiedNetwork
 from lipbound.robust.training import checkpoints
-from lipbound.robust.training.settings import Settings, from_dict
+from lipbound.robust.training.settings import PRESETS, Settings, from_dict
 
 
 def build(chosen: Settings, data: Data) -> nn.Module:
     """Build the network of the settings for a data set.
 
     Raises:
-        ValueError: If the model is unknown or does not support an option.
+        ValueError: If the model is unknown, is made for images of another size, or does not
+            support an option.
     """
+    _check_size(chosen.model, data.input_shape)
     return _build(chosen, data.classes, data.input_shape[0], data.mean, data.std)
+
+
+def _check_size(model: str, shape: tuple[int, ...]) -> None:
+    made = _made_for(model)
+    if made[1:] in ((), shape[1:]):
+        return
+    fit = [
+        f"--preset {name} or --model {changes['model']}"
+        for name, changes in PRESETS.items()
+        if _made_for(changes["model"])[1:] == shape[1:]
+    ]
+    raise ValueError(
+        f"model {model!r} takes {_images(made)}, but the data has {_images(shape)}; use "
+        f"{fit[0] if fit else 'a model of that size'}"
+    )
+
+
+def _made_for(model: str) -> tuple[int, ...]:
+    """Return the shape of the images for which a model is made; empty if it takes any size."""
+    maker = MODELS.get(model)
+    kind = maker.func if isinstance(maker, partial) else maker
+    if maker is None or not (isinstance(kind, type) and issubclass(kind, CertifiedNetwork)):
+        return ()
+    options = signature(maker).parameters
+    names = ("inputs", "size", "size")
+    return tuple(options[name].default for name in names) if {*names} <= options.keys() else ()
+
+
+def _images(shape: tuple[int, ...]) -> str:
+    channels, height, width = shape
+    return f"{height}×{width} images of {channels} channel{'s' if channels > 1 else ''}"
 
 
 def _build(
@@ -65,7 +101,12 @@ def load_trained(path: Path) -> Trained:
     Raises:
         ValueError: If the file is not a network written by ``lipbound train``.
     """
-    weights, about = checkpoints.load(path)
+    try:
+        weights, about = checkpoints.load(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; use an intact best.safetensors or final.safetensors of lipbound train"
+        ) from None
     if "classes" not in about:
         raise ValueError(f"{str(path)!r} is a checkpoint; use best or final.safetensors")
     try:
