@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.files import append, provenance
-from lipbound.network.accuracy import certified_accuracy, in_float64
+from lipbound.modules import in_float64
+from lipbound.network.accuracy import certified_accuracy
 from lipbound.network.audits import audit
 from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.attacks.evaluate import accuracy

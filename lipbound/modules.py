@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -108,3 +109,21 @@ def bake(module: nn.Module) -> None:
         else:  # its gradient has another shape too
             original = nn.Parameter(value)
         module.register_parameter(name, original)
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """Return a copy of a network in float64, with exactly the weights that the network uses.
+
+    Raises:
+        ValueError: If the network cannot be copied.
+    """
+    try:
+        exact = copy.deepcopy(model).eval()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied to float64 ({first_line(error)}); if it uses "
+            f"torch.nn.utils.weight_norm, call remove_weight_norm first"
+        ) from None
+    for module in list(exact.modules()):
+        bake(module)
+    return exact.double()

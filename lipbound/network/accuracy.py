@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from lipbound.modules import bake, in_eval
-from lipbound.network.certificates import certify
+from lipbound.modules import in_eval
+from lipbound.network.certificates import Certifier
 from lipbound.network.findings import Audit
-from lipbound.runtime import first_line
 
 COMPARED = 4  # inputs that are also run alone, to see whether a batch mixes them
 
@@ -24,11 +22,14 @@ class CertifiedAccuracy:
     Attributes:
         radii: The radii asked for.
         accuracy: For each radius, the share of images that are classified correctly at every point
-            within it. Real arithmetic, from float64 logits.
+            within it.
         clean: Share of images that are classified correctly.
         certified: Radius of each image, ``(images,)`` float64; 0 if its prediction is wrong.
         labels: Class of each image.
         predictions: Predicted class of each image.
+        arithmetic: What the certificates speak of, as a phrase.
+        errors: Bound on the rounding of each image's logits (L2), ``None`` if it is unknown.
+        lost: Number of correct images whose radius is 0 only because of rounding.
     """
 
     radii: tuple[float, ...]
@@ -37,6 +38,9 @@ class CertifiedAccuracy:
     certified: Tensor = field(repr=False)
     labels: Tensor = field(repr=False)
     predictions: Tensor = field(repr=False)
+    arithmetic: str = ""
+    errors: Tensor | None = field(default=None, repr=False)
+    lost: int = 0
 
     def by_class(self, radius: float) -> list[float]:
         """Return the certified accuracy of every class; NaN for a class without images."""
@@ -51,18 +55,20 @@ def certified_accuracy(
     audit: Audit,
     loader: Iterable[tuple[Tensor, Tensor]],
     radii: Sequence[float] = (36 / 255, 72 / 255, 108 / 255),
+    arithmetic: str = "real",
 ) -> CertifiedAccuracy:
     """Certify every image of a data set, and return the share that stays correct in each L2 ball.
 
-    The logits are computed in float64 by a copy of the network, image by image independent of the
-    batch. The certificates hold for the network in real arithmetic, without the rounding of these
-    logits.
+    The logits are computed by a copy of the network in float64, or by the network itself with
+    ``arithmetic='float32'``.
 
     Args:
         model: The network, with its input normalization inside.
         audit: Audit of that network with its current weights, see :func:`lipbound.audit`.
         loader: Batches of inputs and labels.
         radii: L2 radii.
+        arithmetic: What to certify: ``'real'``, ``'float64'`` or ``'float32'``, see
+            :func:`lipbound.certify`.
 
     Raises:
         ValueError: If the network mixes the images of a batch, cannot run in float64, or does not
@@ -80,9 +86,9 @@ def certified_accuracy(
         raise ValueError(f"radii={radii!r} must be a list of radii, for example [36 / 255]")
     if not all(radius >= 0 for radius in radii):
         raise ValueError(f"radii={radii!r} must be 0 or larger")
-    exact = in_float64(model)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    with in_eval(exact):
+    certifier = Certifier(model, audit, arithmetic)
+    found: list[tuple[Tensor, Tensor]] = []
+    with in_eval(certifier.model):
         for batch in loader:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise ValueError(
@@ -95,40 +101,15 @@ def certified_accuracy(
                     f"labels must be one class number for each of {len(inputs)} inputs, got "
                     f"{labels.dtype} of shape {tuple(labels.shape)}"
                 )
-            wide = inputs.double()
-            try:
-                if not found:
-                    certify(exact, audit, wide[:COMPARED])
-                logits = exact(wide)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"{type(model).__name__} cannot run in float64 ({first_line(error)}); "
-                    f"certificates need float64 logits"
-                ) from None
-            predictions = logits.argmax(1)
-            certified = certify(logits, audit).where(predictions == labels, 0.0)
-            found.append((certified.cpu(), labels.cpu(), predictions.cpu()))
+            predictions = certifier.add(inputs, compared=0 if found else COMPARED).argmax(1)
+            found.append((labels.cpu(), predictions.cpu()))
     if not found:
         raise ValueError("there are no images to certify; the loader is empty")
-    certified, labels, predictions = (torch.cat(part) for part in zip(*found, strict=True))
+    labels, predictions = (torch.cat(part) for part in zip(*found, strict=True))
+    proved, right = certifier.finish(), predictions == labels
+    certified = proved.radii.cpu().where(right, 0.0)
     shares = [float((certified > radius).double().mean()) for radius in radii]
-    clean = float((predictions == labels).double().mean())
-    return CertifiedAccuracy(tuple(radii), tuple(shares), clean, certified, labels, predictions)
-
-
-def in_float64(model: nn.Module) -> nn.Module:
-    """Return a copy of a network in float64, with exactly the weights that the network uses.
-
-    Raises:
-        ValueError: If the network cannot be copied.
-    """
-    try:
-        exact = copy.deepcopy(model).eval()
-    except RuntimeError as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be copied to float64 ({first_line(error)}); if it uses "
-            f"torch.nn.utils.weight_norm, call remove_weight_norm first"
-        ) from None
-    for module in list(exact.modules()):
-        bake(module)
-    return exact.double()
+    return CertifiedAccuracy(
+        tuple(radii), tuple(shares), float(right.double().mean()), certified, labels, predictions,
+        proved.arithmetic, proved.errors, int((proved.lost.cpu() & right).sum()),
+    )  # fmt: skip

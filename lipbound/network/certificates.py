@@ -3,43 +3,84 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lipbound.bounds.rounding import norms_above
-from lipbound.modules import in_eval
+from lipbound.modules import in_float64
 from lipbound.network.findings import Audit
 from lipbound.network.jacobian import alone_and_together
+from lipbound.network.kernels import check_kernels, check_runs
+from lipbound.network.rounding import Errors, Executed, Measured, check_same_factors
+from lipbound.network.rules.rounding import FORMATS, NotProved
+from lipbound.registry import unknown
+from lipbound.runtime import first_line
+
+ARITHMETIC = {
+    "logits": "real arithmetic, without the rounding of the logits",
+    "real": "real arithmetic, from float64 logits with their rounding",
+    "float64": "the network as it runs in float64",
+    "float32": "the network as it runs in float32",
+}
+"""What a certificate speaks of: logits alone, or a network in an arithmetic."""
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Radii within which predictions are proved not to change.
+
+    Attributes:
+        radii: Radius of each input, ``(inputs,)`` float64.
+        logits: The logits from which the radii follow.
+        arithmetic: What the certificates speak of, as a phrase.
+        errors: Bound on the L2 error of each input's logits in its ball; ``None`` if unknown.
+        lost: For each input, whether only rounding makes its radius 0.
+    """
+
+    radii: Tensor
+    logits: Tensor
+    arithmetic: str
+    errors: Tensor | None
+    lost: Tensor
 
 
 @torch.no_grad()
-def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = None) -> Tensor:
+def certify(
+    source: Tensor | nn.Module,
+    audit: Audit,
+    inputs: Tensor | None = None,
+    arithmetic: str = "real",
+) -> Tensor:
     r"""Certify L2 radii around inputs within which the predicted class cannot change.
 
     If i is the prediction, the radius is :math:`\min_j (f_i - f_j - 2 E_{ij}) / L_{ij}`. If the
     network ends in a Linear layer with rows w, :math:`L_{ij} = L_{features} \|w_i - w_j\|`.
     Otherwise :math:`L_{ij} = \sqrt2\,L`, because the difference of two entries is √2-Lipschitz. E
-    is the same with the audit's error in place of L. The error bounds how far the network is from
-    a function with the constant L. It counts twice: at the input and at the perturbed input. It
-    is 0 unless an operation jumps, as softplus does.
+    bounds how far the network is from a function with the constant L: because an operation jumps,
+    as softplus does, and because of rounding.
 
     Args:
-        source: Logits in eval mode, ``(batch, classes)``, or the network that computes them.
+        source: The network. Or logits in eval mode, ``(batch, classes)``, whose rounding is then
+            not part of the certificate.
         audit: Audit of that network with its current weights. Its bound refers to the network's
             input: for radii in pixels, make the normalization of the pixels part of the network.
         inputs: The batch, if ``source`` is a network. The network runs in eval mode, also on each
-            input alone, as it was audited. Passing logits is faster for large batches, and valid
-            if no input changes the logits of another.
+            input alone, as it was audited.
+        arithmetic: ``'real'`` for the network in real arithmetic, ``'float64'`` for the network
+            ``model.double()`` as it runs, ``'float32'`` for a float32 network as it runs. If the
+            rounding of an operation is not known, ``'real'`` leaves out the rounding of the logits.
 
     Returns:
-        ``(batch,)`` float64. The radius is 0 for a tie, an infinite bound or logits that are not
-        finite. The radii hold for the real-arithmetic network, without the rounding of the logits.
+        ``(batch,)`` float64. The radius is 0 for a tie, an infinite bound, logits that are not
+        finite, or a margin smaller than the rounding.
 
     Raises:
         ValueError: If the logits are not ``(batch, classes)`` with at least two classes, if the
             audited network has another number of classes, if the inputs and the audit differ in
-            size, or if inputs of the batch change each other's logits.
+            size, if inputs of the batch change each other's logits, or if the rounding cannot be
+            bounded in this arithmetic.
 
     Example:
         >>> model = nn.Linear(2, 2, bias=False)
@@ -48,27 +89,134 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
         >>> certify(model, audit(model, (2,)), torch.tensor([[3.0, 1.0]]))  # √2 from the diagonal
         tensor([1.4142], dtype=torch.float64)
     """
-    if isinstance(source, nn.Module):
-        if inputs is None:
-            raise ValueError("certify(model, audit) needs the inputs; add inputs=batch")
-        if tuple(inputs.shape) == audit.input_shape:
-            raise ValueError(f"{tuple(inputs.shape)} is a single input; pass a batch: inputs[None]")
-        if audit.input_shape is not None and tuple(inputs.shape[1:]) != audit.input_shape:
-            raise ValueError(
-                f"each input has shape {tuple(inputs.shape[1:])}, but the audit is for "
-                f"{audit.input_shape}; audit the network with the shape of the inputs"
+    if not isinstance(source, nn.Module):
+        return _radii(_checked(source), audit)
+    if inputs is None:
+        raise ValueError("certify(model, audit) needs the inputs; add inputs=batch")
+    certifier = Certifier(source, audit, arithmetic)
+    certifier.add(inputs, compared=len(inputs))
+    return certifier.finish().radii
+
+
+class Certifier:
+    """Certifies batches of inputs of one network.
+
+    Args:
+        model: The network.
+        audit: Its audit.
+        arithmetic: See :func:`certify`.
+
+    Raises:
+        ValueError: If the arithmetic is unknown, or the network does not run in it.
+    """
+
+    def __init__(self, model: nn.Module, audit: Audit, arithmetic: str = "real"):
+        if arithmetic not in ("real", *FORMATS):
+            raise unknown("arithmetic", arithmetic, ("real", *FORMATS))
+        check_runs(model, arithmetic)
+        self.source, self.audit, self.arithmetic = model, audit, arithmetic
+        self.model = (model if arithmetic == "float32" else in_float64(model)).eval()
+        self.why = ""  # why the rounding is not bounded
+        self._executed: Executed | None = None
+        self._found: list[Measured] = []
+        self._logits: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, inputs: Tensor, compared: int = 0) -> Tensor:
+        """Run the network on a batch; return its logits.
+
+        The first ``compared`` inputs are also run alone, to see whether a batch mixes them.
+        """
+        _check_inputs(inputs, self.audit)
+        try:
+            given, logits = self._run(inputs, compared)
+        except RuntimeError as error:
+            wide = "float32" if self.arithmetic == "float32" else "float64"
+            failed = NotProved(
+                f"{type(self.source).__name__} cannot run in {wide} ({first_line(error)})"
             )
-        if not inputs.is_floating_point():
-            raise ValueError(f"the inputs are {inputs.dtype}; convert them to floating point")
-        with in_eval(source):
-            source = _logits(source, inputs)
-    if not isinstance(source, Tensor) or source.ndim != 2 or source.shape[1] < 2:
-        shape = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
+            self._give_up(failed)
+            self.model = self.source.eval()
+            given, logits = self._run(inputs, compared)
+        self._logits.append(logits)
+        if not self.why and len(given):
+            try:
+                executed = self._executed or self._prepared(given[:1])
+                self._found.append(executed.measure(given))
+            except NotProved as error:
+                self._give_up(error)
+        return logits
+
+    def _run(self, inputs: Tensor, compared: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs in the network's format, and its logits."""
+        own = self.arithmetic == "float32" or self.model is self.source
+        given = inputs if own else inputs.double()
+        if compared:
+            _check_apart(self.model, given[:compared])
+        return given, _checked(self.model(given))
+
+    def _prepared(self, example: Tensor) -> Executed:
+        self._executed = Executed(self.model, self.audit, example)
+        check_kernels(self._executed.graph, example)
+        if self.arithmetic != "float32":
+            own = next(self.source.parameters(), example).dtype
+            check_same_factors(self.source, self._executed.graph, example.to(own))
+        return self._executed
+
+    def _give_up(self, error: NotProved) -> None:
+        """Do without the rounding in real arithmetic; fail in any other."""
+        if self.arithmetic != "real":
+            raise error
+        self.why = str(error)
+
+    def finish(self) -> Certificates:
+        """Return the certificates of all inputs that were added."""
+        logits = torch.cat(self._logits)
+        plain = _radii(logits, self.audit)
+        errors = None
+        if self._found and not self.why:
+            try:
+                errors = self._errors(logits, plain)
+            except NotProved as error:
+                self._give_up(error)
+        if errors is None:
+            said = f"{ARITHMETIC['logits']}: {self.why}" if self.why else ARITHMETIC["logits"]
+            return Certificates(plain, logits, said, None, plain < 0)
+        shares = 1 if self.arithmetic == "real" else 2  # at the input, and where it is moved to
+        radii = _radii(logits, self.audit, shares * errors.pairs(logits.argmax(1)))
+        size = torch.from_numpy(errors.logits)
+        lost = (plain > 0) & (radii == 0)
+        return Certificates(radii, logits, ARITHMETIC[self.arithmetic], size, lost)
+
+    def _errors(self, logits: Tensor, plain: Tensor) -> Errors:
+        """Bound the rounding within the largest radius that a certificate could have."""
+        assert self._executed is not None
+        measured = Measured.joined(self._found)
+        reach = torch.zeros_like(plain) if self.arithmetic == "real" else plain
+        errors = self._executed.errors(measured, reach.cpu().numpy())
+        apart = (logits.double() - measured.logits).norm(dim=1).cpu()
+        if bool((apart > 2 * torch.from_numpy(errors.logits)).any()):  # False for NaN
+            raise ValueError(
+                f"the network's logits differ by {float(apart.nan_to_num().max()):.1e} from those "
+                f"of its operations, more than rounding can explain: it mixes the inputs of a "
+                f"batch, or runs in a lower precision; certify one input at a time, without TF32"
+            )
+        return errors
+
+
+def _checked(logits: object) -> Tensor:
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits must be (batch, classes) with two or more classes, got {shape}")
+    return logits
+
+
+def _radii(source: Tensor, audit: Audit, rounding: Tensor | float = 0.0) -> Tensor:
+    """Return the radii that follow from logits, whose differences are reduced by ``rounding``."""
     logits = source.double()
     best = logits.argmax(1)
     gains, errors = (table.to(logits.device)[best] for table in _pairs(audit, logits.shape[1]))
-    gaps = logits.amax(1, keepdim=True) - logits - 2 * errors  # (batch, classes)
+    gaps = logits.amax(1, keepdim=True) - logits - 2 * errors - rounding  # (batch, classes)
     radii = torch.where(gains > 0, gaps / gains, math.inf)
     radii = torch.where((gaps > 0) & (gains < math.inf), radii, 0.0)
     others = torch.arange(logits.shape[1], device=best.device) != best[:, None]
@@ -76,12 +224,24 @@ def certify(source: Tensor | nn.Module, audit: Audit, inputs: Tensor | None = No
     return torch.where(logits.isfinite().all(1), radii, 0.0)
 
 
-def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the logits of each input alone.
+def _check_inputs(inputs: Tensor, audit: Audit) -> None:
+    """Check that a batch fits the audit."""
+    if tuple(inputs.shape) == audit.input_shape:
+        raise ValueError(f"{tuple(inputs.shape)} is a single input; pass a batch: inputs[None]")
+    if audit.input_shape is not None and tuple(inputs.shape[1:]) != audit.input_shape:
+        raise ValueError(
+            f"each input has shape {tuple(inputs.shape[1:])}, but the audit is for "
+            f"{audit.input_shape}; audit the network with the shape of the inputs"
+        )
+    if not inputs.is_floating_point():
+        raise ValueError(f"the inputs are {inputs.dtype}; convert them to floating point")
+
+
+def _check_apart(model: nn.Module, inputs: Tensor) -> None:
+    """Check that the logits of each input alone are those of the batch.
 
     Raises:
-        ValueError: If the logits of the whole batch differ from them by more than 1 %
-            of the largest logit.
+        ValueError: If they differ by more than 1 % of the largest logit.
     """
     answers, same = alone_and_together(model, inputs)
     if len(answers) != 1 or answers[0].ndim != 2:
@@ -98,7 +258,6 @@ def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
             f"the network mixes the inputs of a batch: its logits for these {len(inputs)} differ "
             f"from those for each input alone; certify one at a time: inputs[i : i + 1]"
         )
-    return logits
 
 
 def _pairs(audit: Audit, classes: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from lipbound.network.blocks import certified, find_chain, optimised
 from lipbound.network.findings import Audit, StepReport, joined
 from lipbound.network.graph import Call, Graph
 from lipbound.network.rules import Options, Value, follow
-from lipbound.network.rules.values import up
+from lipbound.network.rules.values import root_sum_of_errors, up
 from lipbound.runtime import Progress, silent
 
 
@@ -44,7 +44,7 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
         )  # fmt: skip
     outputs = [values[name] for name in graph.outputs]
     total = up(math.hypot(*[v.lipschitz for v in outputs]))
-    error = math.hypot(*[v.error for v in outputs])
+    error = float(root_sum_of_errors([v.error for v in outputs]))
     reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
     if total == math.inf and not reason:
         reason = "the bound is above the largest float64, 1.8e308"
@@ -53,14 +53,14 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
         notes.append(f"{len(graph.left_out)} integer output(s) are not included in the bound")
     audit = Audit(
         (), total, 0.0, reason, tuple(reports), math.inf, None, note="; ".join(notes),
-        error=up(error) if error else 0.0,
+        error=error,
     )  # fmt: skip
     last = outputs[0].linear
     rows = len(outputs) == 1 and len(outputs[0].shape) == 2 and outputs[0].shape[0] == 1
     if rows and last is not None and last.conv.dims == 0:
         audit = replace(
             audit, features=last.anchor.lipschitz, head=last.conv.kernel,
-            features_error=last.anchor.error, head_error=last.error,
+            features_error=float(last.anchor.error), head_error=last.error,
         )  # fmt: skip
     return audit if options.effort == "normal" else _weighted(audit, outputs, options, progress)
 

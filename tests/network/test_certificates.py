@@ -82,10 +82,9 @@ def test_softplus_jumps_and_certificates_know():
     assert float(lipbound.certify(model, found, low)) == 0
     far = torch.tensor([[30.0]], dtype=torch.float64)
     assert 9.99 < float(lipbound.certify(model, found, far)) <= 10
-    with pytest.raises(AssertionError):  # of the check itself
-        assert (
-            float(lipbound.certify(model, dataclasses.replace(found, features_error=0.0), low)) == 0
-        )
+    blind = dataclasses.replace(found, features_error=0.0)
+    assert float(lipbound.certify(model(low), blind)) > 0
+    assert float(lipbound.certify(model, blind, low)) == 0  # the rounding's walk finds it again
 
 
 @pytest.mark.parametrize(("beta", "threshold"), [(1.0, 20.0), (1000.0, 7.0), (-1000.0, 7.0)])
@@ -167,7 +166,7 @@ def test_norms_neither_underflow_nor_overflow(power):
         head.weight.copy_(torch.tensor([[1.0, 0], [0, 1], [0, 0]]).double() * size)
     x = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
     radius = float(lipbound.certify(head, audit(head, (2,)), x))
-    assert radius == pytest.approx(math.sqrt(2))  # of the diagonal
+    assert radius == pytest.approx(math.sqrt(2), rel=1e-5)  # of the diagonal
     assert radius <= math.sqrt(2)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lipbound import audit, certify, constrain, exact
 from lipbound.constraints import OrthogonalLinear
-from lipbound.network.accuracy import certified_accuracy, in_float64
+from lipbound.modules import in_float64
+from lipbound.network.accuracy import certified_accuracy
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.models import MODELS, LiResNet, ShiftNetwork
 from lipbound.robust.training.augment import DRAWS, augmented

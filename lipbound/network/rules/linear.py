@@ -21,6 +21,8 @@ from lipbound.network.rules.values import (
     axes,
     readings,
     register_rule,
+    scaled,
+    total,
     up,
 )
 
@@ -95,8 +97,8 @@ def _met(value: Value, matrices: Tensor) -> float:
 
 def stack_norm(matrices: Tensor) -> float:
     """Return an upper bound on the largest σ1 of a batch of matrices."""
-    scaled, power = normalised(matrices)
-    flat = scaled.reshape(-1, *scaled.shape[-2:])
+    near_one, power = normalised(matrices)
+    flat = near_one.reshape(-1, *near_one.shape[-2:])
     return up(up(float(spectral_norm_above(flat).max())) * power)
 
 
@@ -180,14 +182,15 @@ def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
         factor = shares.expand(conv.groups, inputs, -1).reshape(conv.kernel.shape[0], -1, *tail)
     else:
         factor = gains.reshape(-1, 1, *tail)
-    scaled = replace(conv, kernel=conv.kernel * factor)
-    if not bool(torch.isfinite(scaled.kernel).all()):
+    folded = replace(conv, kernel=conv.kernel * factor)
+    if not bool(torch.isfinite(folded.kernel).all()):
         return None
     slack = up(slack * float(gains.abs().max()) * (1 + 1e-15)) if slack else 0.0
     slack = slack + _lost(conv.kernel, factor)
     rounded = value.linear.rounded + 2.0**-48
-    linear = Linear(value.linear.anchor, scaled, step.options, slack, rounded)
-    return Value(value.shape, linear=linear)
+    linear = Linear(value.linear.anchor, folded, step.options, slack, rounded)
+    apart = scaled(up(float(gains.abs().max()) * (1 + 1e-15)), value.apart)
+    return Value(value.shape, linear=linear, apart=apart)
 
 
 def _lost(kernel: Tensor, factor: Tensor | float) -> float:
@@ -231,7 +234,9 @@ def sum_of_linears(
                 return None
             both = (v.linear.rounded for v in (one, other) if v.linear is not None)
             linear = Linear(anchor, sized, step.options, slack, max(both))
-            return Value(step.shape, linear=linear)
+            pairs = [(v, f) for v, f in ((one, first), (other, second)) if v is not anchor]
+            apart = total(*[scaled(abs(f), v.apart) for v, f in pairs])
+            return Value(step.shape, linear=linear, apart=apart)
     return None
 
 

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.network.rules.values import Linear, Step, Value, readings, up
+from lipbound.network.rules.values import (
+    Error,
+    Linear,
+    Step,
+    Value,
+    readings,
+    scaled,
+    total,
+    up,
+)
 
 RISING = ("aten.relu", "aten.relu_", "aten.tanh", "aten.sigmoid", "aten.hardtanh")
 """Activations whose slope lies between 0 and 1, entry by entry."""
@@ -24,22 +33,32 @@ def potential_of(step: Step) -> Value | None:
     alpha = step.arguments.get("alpha")
     if "sub" not in step.call.op or step.call.op == "aten.rsub" or alpha not in (None, 1):
         return None
-    outer, scale = _unscaled(branch, step.call.dtype)
+    outer, scale, late = _unscaled(branch, step.call.dtype)
     back = outer.linear
     if back is None:
         return None
-    active, gains = _unscaled(back.anchor, step.call.dtype, -1 - back.conv.dims)
+    active, gains, early = _unscaled(back.anchor, step.call.dtype, -1 - back.conv.dims)
     before = active.origin["self"] if active.origin and active.origin.call.op in RISING else None
     ahead = before.linear if isinstance(before, Value) else None
-    if ahead is None or ahead.anchor is not x or not x.shape == branch.shape == step.shape:
+    same = x.shape == branch.shape == step.shape
+    if before is None or ahead is None or ahead.anchor is not x or not same:
         return None
     gain = _adjoint_gain(ahead, back, gains * scale)
-    return None if gain is None else x.times(max(1.0, up(gain - 1)), step.shape)
+    if gain is None:
+        return None
+    apart = total(scaled(_most(gains), total(before.apart, active.own)), early)
+    apart = total(scaled(_most(scale), total(scaled(back.norm, apart), outer.apart)), late)
+    return x.times(max(1.0, up(gain - 1)), step.shape, apart=apart)
+
+
+def _most(factors: Tensor) -> float:
+    """Return the largest of some factors ≥ 0, enlarged by more than their rounding."""
+    return up(float(factors.max()) * (1 + 2.0**-40))
 
 
 def _unscaled(
     value: Value, dtype: torch.dtype | None, channels: int | None = None
-) -> tuple[Value, Tensor]:
+) -> tuple[Value, Tensor, Error]:
     """Return what a value was before constant factors ≥ 0, and the largest that these may be.
 
     Args:
@@ -48,9 +67,10 @@ def _unscaled(
         channels: Axis along which factors may differ; ``None`` for none.
 
     Returns:
-        The earlier value, and one factor, or one for each entry of the axis.
+        The earlier value; one factor, or one for each entry of the axis; the error since then.
     """
-    total = torch.ones((), dtype=torch.float64)
+    factors = torch.ones((), dtype=torch.float64)
+    apart: Error = 0.0
     while value.linear is None and (parts := made_by(value, "aten.mul")):
         one, other = parts["self"], parts["other"]
         inner, factor = (one, other) if isinstance(one, Value) else (other, one)
@@ -59,8 +79,9 @@ def _unscaled(
         sizes = _sizes(factor, value, dtype, channels)
         if sizes is None or not bool((sizes >= 0).all()):
             break
-        value, total = inner, total * sizes
-    return value, total
+        apart = total(apart, scaled(_most(factors), value.own))
+        value, factors = inner, factors * sizes
+    return value, factors, apart
 
 
 def _sizes(
@@ -103,8 +124,8 @@ def _adjoint_gain(ahead: Linear, back: Linear, gains: Tensor) -> float | None:
         return None
     if gains.numel() > 1:
         roots = gains.sqrt().to(conv.kernel).reshape(-1, *[1] * (conv.kernel.ndim - 1))
-        scaled = Linear(ahead.anchor, replace(conv, kernel=conv.kernel * roots), ahead.options)
-        return up(up(scaled.norm * (1 + 2.0**-40)) ** 2 * (1 + 2.0**-40))
+        weighted = Linear(ahead.anchor, replace(conv, kernel=conv.kernel * roots), ahead.options)
+        return up(up(weighted.norm * (1 + 2.0**-40)) ** 2 * (1 + 2.0**-40))
     return up(up(ahead.norm * ahead.norm) * float(gains) * (1 + 2.0**-40))
 
 

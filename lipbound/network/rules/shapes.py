@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from lipbound.network.rules.values import (
     concatenated,
     register_rule,
     root_sum,
+    root_sum_of_errors,
     spread,
     up,
     windows,
@@ -167,7 +167,8 @@ def _regrouped(values: list[Value]) -> list[Value]:
     """Replace functions of parts of one value by one function of that value.
 
     If ‖Δv‖ ≤ g·‖Δ part of s‖ for every v, all v together change by at most √c·‖Δs‖, where c is the
-    largest sum of g² over the parts that hold one entry of s.
+    largest sum of g² over the parts that hold one entry of s. The error of s passes on like such a
+    change, and the errors since s are of different entries.
     """
     groups: dict[tuple[int, int], list[Part]] = {}
     rest: list[Value] = []
@@ -184,7 +185,8 @@ def _regrouped(values: list[Value]) -> list[Value]:
                 sums.setdefault(place, []).append(part.gain)
         counts = {tuple(gains) for gains in sums.values()}
         gains = [g[0] if len(g) == 1 else root_sum(g) for g in counts]
-        rest.append(parts[0].source.times(max(gains, default=0.0)))
+        apart = root_sum_of_errors([part.apart for part in parts])
+        rest.append(parts[0].source.times(max(gains, default=0.0), apart=apart))
     return rest
 
 
@@ -193,7 +195,7 @@ def _part_of(value: Value) -> Part | None:
     if value.linear is None:
         return value.part
     part = value.linear.anchor.part
-    return None if part is None else replace(part, gain=up(part.gain * value.linear.norm))
+    return None if part is None else part.then(value.linear.norm, value.apart)
 
 
 @register_rule("aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter")

@@ -7,16 +7,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._pytree import tree_leaves
 
 from lipbound.bounds import Bracket, bound, bracket
 from lipbound.bounds.rounding import norm_above
 from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.network.graph import Call, Reference
+
+Error = float | NDArray[np.float64]
+"""Bound on an error: a number that holds for all inputs, or one for the ball around each input."""
+Number = TypeVar("Number", float, NDArray[np.float64], Error)
 
 
 @dataclass(frozen=True)
@@ -108,19 +113,28 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Where a value comes from: a function of some entries of an earlier value, without error.
+    """Where a value comes from: a function of some entries of an earlier value.
 
     Attributes:
         source: The earlier value.
         axis: Axis of the earlier value along which the entries were selected.
         taken: The selected positions along that axis.
         gain: Lipschitz constant of the function.
+        apart: Error since the earlier value.
     """
 
     source: Value
     axis: int
     taken: range
     gain: float = 1.0
+    apart: Error = 0.0
+
+    def then(self, gain: float, apart: Error = 0.0) -> Part:
+        """Return the part after a further operation."""
+        before = scaled(gain, self.apart)
+        return replace(
+            self, gain=self.gain if gain == 1 else up(self.gain * gain), apart=total(before, apart)
+        )
 
 
 @dataclass(eq=False)
@@ -129,12 +143,14 @@ class Value:
 
     Some function of the inputs with the Lipschitz constant ``lipschitz`` stays within ``error`` of
     the value everywhere, both in the L2 norm. An error is a deviation of the implementation from
-    the mathematical function. For example torch's softplus jumps a little.
+    the mathematical function. For example torch's softplus jumps a little. Rounding is another
+    error, which :mod:`lipbound.network.rounding` bounds near given inputs.
 
     Attributes:
         shape: Shape with the batch axis, which has one entry.
         constant: The Lipschitz constant; ``None`` if it follows from ``linear``.
-        apart: The error; unused if ``linear`` is given.
+        apart: The error; if ``linear`` is given, the error since the earlier value.
+        own: The share of the error that the last operation added.
         linear: The value as a convolution of an earlier one.
         reason: Why the constant is infinite.
         padding: If the value is a padded earlier value: that value, the mode, the amounts.
@@ -146,7 +162,8 @@ class Value:
     constant: float | None = None
     linear: Linear | None = None
     reason: str = ""
-    apart: float = 0.0
+    apart: Error = 0.0
+    own: Error = 0.0
     padding: tuple[Value, str, tuple[tuple[int, int], ...]] | None = field(default=None, repr=False)
     part: Part | None = field(default=None, repr=False)
     origin: Step | None = field(default=None, repr=False)
@@ -159,32 +176,35 @@ class Value:
         return self.constant
 
     @cached_property
-    def error(self) -> float:
+    def error(self) -> Error:
         if self.linear is None:
             return self.apart
         before = self.linear.anchor.error
-        return up(before * self.linear.norm) if before else 0.0
+        return total(up(before * self.linear.norm) if np.any(before) else 0.0, self.apart)
 
     @property
     def why(self) -> str:
         """Return why there is no bound; empty if there is one."""
         return self.reason or (self.linear.anchor.why if self.linear else "")
 
-    def times(self, gain: float, shape: Sequence[int] | None = None, apart: float = 0.0) -> Value:
+    def times(self, gain: float, shape: Sequence[int] | None = None, apart: Error = 0.0) -> Value:
         """Return the value after a ``gain``-Lipschitz operation with the error ``apart``."""
         exact = gain in (0, 1)
         product = gain * self.lipschitz if gain else 0.0
-        error = 0.0
-        if gain and self.error:
-            error = gain * self.error if exact else up(gain * self.error)
         after = self.shape if shape is None else tuple(shape)  # () is the shape of a number
         why = self.why or ("" if gain < math.inf else INFINITE)
-        error = up(error + apart) if apart else error
-        part = None if apart else self.part
-        if part is not None and gain != 1:
-            part = replace(part, gain=up(part.gain * gain))
+        error = total(scaled(gain, self.error), apart)
+        part = None if self.part is None else self.part.then(gain, apart)
         constant = product if exact else up(product)
-        return Value(after, constant, reason=why, apart=error, part=part)
+        return Value(after, constant, reason=why, apart=error, own=apart, part=part)
+
+    def rounded(self, error: Error) -> Value:
+        """Return the value with a further error of its last operation."""
+        if not np.any(error):
+            return self
+        part = None if self.part is None else self.part.then(1.0, error)
+        own, apart = total(self.own, error), total(self.apart, error)
+        return replace(self, apart=apart, own=own, part=part)
 
 
 @dataclass
@@ -266,7 +286,9 @@ def register_rule(*ops: str) -> Callable[[Rule], Rule]:
     """Register a Lipschitz rule for operations, for example ``'aten.relu'`` or ``'mylib.myop'``.
 
     The rule gets a :class:`Step` and returns a :class:`Value`, or the L2 Lipschitz constant in the
-    only argument that depends on the input, as a number. It may raise :class:`Unbounded`.
+    only argument that depends on the input, as a number. It may raise :class:`Unbounded`. For
+    certificates of the network as it runs, an operation also needs a bound on its rounding, see
+    :func:`lipbound.network.rules.rounding.register_rounding`.
 
     Example:
         >>> @register_rule("mylib.halve")
@@ -283,8 +305,16 @@ def register_rule(*ops: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
-    """Apply the rule to a call; return a :class:`Value`, or a list for several results."""
+def follow(
+    call: Call,
+    values: dict[str, Any],
+    options: Options,
+    after: Callable[[Step, Any], Any] = lambda _, result: result,
+) -> Any:
+    """Apply the rule to a call; return a :class:`Value`, or a list for several results.
+
+    ``after`` may change what the rule returns, for example to add an error.
+    """
     arguments = {name: _known(value, values) for name, value in call.arguments().items()}
     step = Step(call, arguments, options)
     if call.op == "getitem":
@@ -302,7 +332,7 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
                 f"lipbound has no rule for {call.op}; add one with "
                 f"@lipbound.register_rule({call.op!r})"
             )
-        result = _ruled(step)
+        result = after(step, _ruled(step))
         if isinstance(result, Value) and result.reason == INFINITE:
             raise Unbounded(INFINITE)
     except Unbounded as error:
@@ -322,8 +352,8 @@ def follow(call: Call, values: dict[str, Any], options: Options) -> Any:
 def _with_error(result: Value, step: Step) -> Value:
     """Refuse a result without an error if the call's arguments have one."""
     if (
-        not any(v.error for v in step.inputs())
-        or result.error
+        not any(np.any(v.error) for v in step.inputs())
+        or np.any(result.error)
         or not 0 < result.lipschitz < math.inf
     ):
         return result
@@ -352,12 +382,30 @@ def _ruled(step: Step) -> Any:
     return result
 
 
-def up(number: float) -> float:
+def up(number: Number) -> Number:
     """Return the next larger float, an upper bound on a rounded product or sum of numbers ≥ 0.
 
     NaN (from 0·∞ or from a constant) becomes ∞, because nothing is known about it.
     """
+    if isinstance(number, np.ndarray):
+        return np.where(np.isnan(number), math.inf, np.nextafter(number, math.inf))
     return math.inf if math.isnan(number) else math.nextafter(number, math.inf)
+
+
+def scaled(gain: float, error: Error) -> Error:
+    """Return gain·error, rounded up; 0 if one of them is 0."""
+    if not gain or not np.any(error):
+        return 0.0
+    return error if gain == 1 else up(gain * error)
+
+
+def total(*errors: Error) -> Error:
+    """Return the sum, rounded up."""
+    result: Error = 0.0
+    for error in errors:
+        if np.any(error):
+            result = up(result + error) if np.any(result) else error
+    return result
 
 
 def readings(number: Any, dtype: torch.dtype | None = None) -> list[float]:
@@ -379,21 +427,22 @@ def readings(number: Any, dtype: torch.dtype | None = None) -> list[float]:
 
 def summed(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]) -> Value:
     """Return Σ gainᵢ·valueᵢ, whose constants and errors add."""
-    total = error = 0.0
-    for value, gain in zip(values, gains, strict=True):
-        total = up(total + up(gain * value.lipschitz))
-        error = up(error + up(gain * value.error)) if value.error else error
+    pairs = list(zip(values, gains, strict=True))
+    constant = 0.0
+    for value, gain in pairs:
+        constant = up(constant + up(gain * value.lipschitz))
+    error = total(*[scaled(gain, value.error) for value, gain in pairs])
     reason = next((v.why for v in values if v.why), "")
-    return Value(tuple(shape), total, reason=reason, apart=error)
+    return Value(tuple(shape), constant, reason=reason, apart=error)
 
 
 def concatenated(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]) -> Value:
     """Return the concatenation of gainᵢ·valueᵢ, whose squared constants and errors add."""
     pairs = list(zip(values, gains, strict=True))
-    total = root_sum([v.lipschitz if g == 1 else up(g * v.lipschitz) for v, g in pairs])
-    error = root_sum([up(g * v.error) for v, g in pairs]) if any(v.error for v in values) else 0.0
+    constant = root_sum([v.lipschitz if g == 1 else up(g * v.lipschitz) for v, g in pairs])
+    error = root_sum_of_errors([scaled(gain, value.error) for value, gain in pairs])
     reason = next((v.why for v in values if v.why), "")
-    return Value(tuple(shape), total, reason=reason, apart=error)
+    return Value(tuple(shape), constant, reason=reason, apart=error)
 
 
 def steepest(*slopes: float) -> float:
@@ -406,6 +455,17 @@ def steepest(*slopes: float) -> float:
 def root_sum(numbers: Sequence[float]) -> float:
     """Return √Σx², rounded up."""
     return up(up(math.hypot(*numbers)))
+
+
+def root_sum_of_errors(errors: Sequence[Error]) -> Error:
+    """Return √Σx², rounded up."""
+    present = [error for error in errors if np.any(error)]
+    if len(present) < 2:
+        return present[0] if present else 0.0
+    result = present[0]
+    for error in present[1:]:
+        result = up(up(np.hypot(result, error)))
+    return result
 
 
 def _known(argument: Any, values: dict[str, Any]) -> Any:

@@ -1,0 +1,498 @@
+"""Bounds on the rounding of each operation near given inputs.
+
+Model of arithmetic: an addition, multiplication, division or square root returns the exact result
+times 1 + δ with |δ| ≤ u, or loses at most the smallest normal number. Sums are in any order, with
+or without fused multiply-add. Elementary functions such as exp are within 4 units in the last
+place. A rule bounds the L2 distance between what an operation computes from its computed arguments
+and the exact result for the same arguments, for all inputs in a ball. The page "Certificates of the
+network as it runs" in the documentation derives the rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lipbound.bounds.rounding import norm_above
+from lipbound.modules import batch_norm_gains
+from lipbound.network.rules.values import (
+    Error,
+    Step,
+    Value,
+    axes,
+    readings,
+    scaled,
+    spread,
+    total,
+    up,
+)
+
+Array = NDArray[np.float64]
+ELEMENTARY = 8  # a function within 4 units in the last place has a relative error of 8u
+ROOM = 1.02  # for products of roundings: every rule has c·u ≤ 0.01, so that (1 + u)^c ≤ 1 + 1.02cu
+MOST = 0.01  # the largest c·u
+SAFE = 8.0  # a bound this many times below the largest number excludes overflow
+
+
+class NotProved(ValueError):
+    """There is no bound on the rounding of an operation, with the reason."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A floating-point format.
+
+    Attributes:
+        name: ``'float32'`` or ``'float64'``.
+        dtype: Type of the tensors.
+        unit: The unit roundoff u.
+        tiny: The smallest normal number; an operation may lose this much by underflow.
+        largest: The largest finite number.
+    """
+
+    name: str
+    dtype: torch.dtype
+    unit: float
+    tiny: float
+    largest: float
+
+    def gamma(self, count: float) -> float:
+        """Return 1.02·count·u ≥ (1 + u)^count − 1; ∞ if that is too large to be proved."""
+        return ROOM * count * self.unit if count * self.unit <= MOST else math.inf
+
+
+FORMATS = {
+    "float32": Arithmetic("float32", torch.float32, 2.0**-24, 2.0**-126, 2.0**127),
+    "float64": Arithmetic("float64", torch.float64, 2.0**-53, 2.0**-1022, 2.0**1023),
+}
+
+
+@dataclass
+class Near:
+    """Sizes of a network's values for all inputs in a ball around each given input.
+
+    Attributes:
+        arithmetic: The format in which the network runs.
+        radius: Radius of each ball.
+        norms: Call → L2 norms of its result, measured at the given inputs in float64.
+        absolute: Linear call → L2 norms of the result with |weights|, |bias| and |input|.
+        gains: Linear call → bound on the norm of its matrix of absolute values.
+        names: Identity of a value → the call or input that made it.
+    """
+
+    arithmetic: Arithmetic
+    radius: Array
+    norms: dict[str, Array]
+    absolute: dict[str, Array]
+    gains: dict[str, float]
+    names: dict[int, str] = field(default_factory=dict)
+
+    def moved(self, value: Value) -> Array:
+        """Bound the distance between a computed value in the ball and the measured one.
+
+        Both differ from the exact ones by at most the error, and the exact ones from each other by
+        the Lipschitz constant times the radius.
+        """
+        with np.errstate(invalid="ignore"):
+            reach = np.where(self.radius > 0, value.lipschitz * self.radius, 0.0)
+            return up(up(reach * (1 + 2.0**-50) + 2 * value.error))
+
+    def size(self, value: Value) -> Array:
+        """Bound the L2 norm of a computed value in the ball; ∞ if it was not measured."""
+        known = self.norms.get(self.names.get(id(value), ""))
+        if known is None:
+            return np.full_like(self.radius, math.inf)
+        return up(known + self.moved(value))
+
+    def sizes(self, argument: Any, shape: Sequence[int]) -> Error:
+        """Bound the L2 norm of an argument (value, tensor, number) that is broadcast to a shape."""
+        if isinstance(argument, Value):
+            return scaled(spread(argument, shape), self.size(argument))
+        if isinstance(argument, Tensor):
+            copies = math.prod(shape) / max(1, argument.numel())
+            return up(up(math.sqrt(max(1.0, copies))) * norm_above(argument))
+        return 0.0 if argument is None else up(abs(float(argument)) * root(shape))
+
+    def relative(self, step: Step, result: Value, count: float) -> Error:
+        """Bound an operation whose every entry has a relative error of at most count·u.
+
+        ``result`` has the errors of the arguments. With them, the exact result for the computed
+        arguments is within ``moved`` of the measured result, whose own rounding is ``ROOM``.
+        """
+        known = self.norms.get(step.call.name)
+        if known is None:
+            return math.inf
+        size = up(known + self.moved(result))
+        return self.checked(total(scaled(self.arithmetic.gamma(count * ROOM), size),
+                                  self.lost(step.call.shape or (), 4)), size)  # fmt: skip
+
+    def lost(self, shape: Sequence[int], count: float) -> float:
+        """Bound what underflow takes from a tensor of this shape in ``count`` operations each."""
+        return up(up(root(shape) * count) * self.arithmetic.tiny)
+
+    def checked(self, error: Error, *sizes: Error) -> Error:
+        """Return the error, or ∞ where a size could overflow."""
+        for size in sizes:
+            error = np.where(np.asarray(size) * SAFE < self.arithmetic.largest, error, math.inf)
+        return error
+
+
+Rounding = Callable[[Step, Near, Value], Error]
+ROUNDINGS: dict[str, Rounding | str] = {}
+"""Operation → bound on its rounding, or the reason why there is none."""
+
+
+def register_rounding(*ops: str) -> Callable[[Rounding], Rounding]:
+    """Register a bound on the rounding of operations that have a Lipschitz rule.
+
+    The function gets the :class:`Step`, the sizes of values (:class:`Near`) and the result with
+    the errors of the arguments. It returns a bound on the L2 distance between the computed result
+    and the exact one for the same computed arguments.
+
+    Example:
+        >>> @register_rounding("mylib.halve")
+        ... def halve(step, near, result):
+        ...     return near.lost(step.shape, 1)  # halving is exact but for underflow
+        >>> _ = ROUNDINGS.pop("mylib.halve")
+    """
+
+    def add(rounding: Rounding) -> Rounding:
+        for op in ops:
+            ROUNDINGS[op] = rounding
+        return rounding
+
+    return add
+
+
+def rounded(step: Step, near: Near, result: Any) -> Any:
+    """Add the rounding of a step to its result.
+
+    Raises:
+        NotProved: If the operation has no bound, or computes in another format.
+    """
+    first = result[0] if isinstance(result, list) else result
+    if not isinstance(first, Value) or not first.lipschitz < math.inf:
+        return result
+    rule = ROUNDINGS.get(step.call.op, "no bound is registered; add one with register_rounding")
+    place = f" in {step.call.module}" if step.call.module else ""
+    if isinstance(rule, str):
+        raise NotProved(f"the rounding of {step.call.op}{place} is not bounded: {rule}")
+    if step.call.dtype != near.arithmetic.dtype:
+        raise NotProved(
+            f"{step.call.op}{place} computes in {step.call.dtype}, but the certificate is for "
+            f"{near.arithmetic.name}; remove the cast"
+        )
+    error = rule(step, near, first)
+    if not isinstance(result, list):
+        return first.rounded(error)
+    return [v.rounded(error) if v.lipschitz < math.inf else v for v in result]
+
+
+def root(shape: Sequence[int]) -> float:
+    """Return √(number of entries), rounded up."""
+    return up(math.sqrt(math.prod(shape)))
+
+
+def _exact(*names: str) -> None:
+    for name in names:
+        ROUNDINGS[f"aten.{name}"] = lambda step, near, result: 0.0
+
+
+def _relative(count: float, *names: str) -> None:
+    for name in names:
+        ROUNDINGS[f"aten.{name}"] = lambda step, near, result: near.relative(step, result, count)
+
+
+def _refused(reason: str, *names: str) -> None:
+    for name in names:
+        ROUNDINGS[f"aten.{name}"] = reason
+
+
+_exact(
+    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t",
+    "movedim", "squeeze", "unsqueeze", "contiguous", "clone", "alias", "detach", "_to_copy", "to",
+    "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll", "flip", "lift_fresh_copy",
+    "type_as", "diagonal", "rot90", "T", "zeros_like", "ones_like", "copy", "copy_", "split",
+    "chunk", "split_with_sizes", "unbind", "tensor_split", "slice", "select", "narrow", "expand",
+    "expand_as", "repeat", "repeat_interleave", "cat", "stack", "concat", "select_scatter",
+    "slice_scatter", "diagonal_scatter", "im2col", "index_select", "index", "new_zeros",
+    "new_ones", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d", "relu", "relu_", "abs", "neg", "sort", "topk",
+    "median", "kthvalue", "tril", "triu", "dropout", "native_dropout", "feature_dropout",
+    "alpha_dropout", "maximum", "minimum", "max", "min", "amax", "amin", "max_pool1d",
+    "max_pool2d", "max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices",
+    "max_pool3d_with_indices", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+)  # fmt: skip
+_relative(ELEMENTARY, "tanh", "erf", "atan", "asinh")
+_relative(2 * ELEMENTARY, "sigmoid")
+_relative(3 * ELEMENTARY, "silu", "silu_")
+_relative(4, "softsign", "leaky_relu", "leaky_relu_", "prelu", "_prelu_kernel", "rrelu")
+_relative(3, "mul", "mul_")
+_relative(5, "div", "div_")
+_refused(
+    "the positions of pixels are rounded too, and their effect is not derived",
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+)  # fmt: skip
+_refused(
+    "the operation has no Lipschitz constant", "hardshrink", "round", "sign", "floor", "ceil",
+    "trunc", "scaled_dot_product_attention",
+)  # fmt: skip
+
+
+def _numbers(step: Step, near: Near, *names: str) -> Error:
+    """Bound the rounding of Python numbers that are written to entries of the result."""
+    found = [step.arguments.get(name) for name in names]
+    numbers = [float(n) for n in found if isinstance(n, int | float) and math.isfinite(n)]
+    off = [abs(float(torch.tensor(n, dtype=near.arithmetic.dtype)) - n) for n in numbers]
+    most = max(off, default=0.0)
+    return up(up(most) * root(step.call.shape or ())) if most else 0.0
+
+
+@register_rounding("aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.clip", "aten.hardtanh",
+                   "aten.hardtanh_", "aten.relu6", "aten.threshold", "aten.masked_fill",
+                   "aten.masked_fill_", "aten.pad", "aten.constant_pad_nd", "aten.full_like",
+                   "aten.new_full")  # fmt: skip
+def _written(step: Step, near: Near, result: Value) -> Error:
+    names = ("min", "max", "min_val", "max_val", "threshold", "value", "fill_value")
+    return _numbers(step, near, *names)
+
+
+@register_rounding("aten.where")
+def _where(step: Step, near: Near, result: Value) -> Error:
+    """A selection is exact; softshrink subtracts a rounded number and compares with one."""
+    condition = step.arguments["condition"]
+    if not isinstance(condition, Value) or condition.origin is None:
+        return _numbers(step, near, "self", "other")
+    limit = abs(float(condition.origin.arguments["other"]))
+    around = scaled(near.arithmetic.gamma(4), up(limit * root(step.shape)))
+    return total(near.relative(step, result, 4), around)
+
+
+@register_rounding("aten.add", "aten.sub", "aten.add_", "aten.sub_", "aten.rsub")
+def _add(step: Step, near: Near, result: Value) -> Error:
+    """One rounding of the sum; a factor or a Python number adds one of its term, and its own."""
+    alpha = step.arguments.get("alpha")
+    alpha = 1.0 if alpha is None else float(alpha)
+    error = near.relative(step, result, 1)
+    terms = {"self": 1.0, "other": alpha}
+    if step.call.op == "aten.rsub":
+        terms = {"self": alpha, "other": 1.0}
+    sizes = [
+        scaled(up(abs(factor)), near.sizes(step.arguments[name], step.shape))
+        for name, factor in terms.items()
+    ]
+    for (name, factor), size in zip(terms.items(), sizes, strict=True):
+        number = isinstance(step.arguments[name], int | float)
+        if factor != 1 or number:
+            error = total(error, scaled(near.arithmetic.gamma(3), size))
+    return near.checked(total(error, near.lost(step.shape, 4)), *sizes)
+
+
+LINEAR = (
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "convolution", "linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum", "avg_pool1d",
+    "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "mean", "sum",
+    "cumsum", "col2im",
+)  # fmt: skip
+"""Operations that are a matrix of the value, plus a constant; each entry is a sum of products."""
+
+
+@register_rounding(*[f"aten.{name}" for name in LINEAR])
+def _sums(step: Step, near: Near, result: Value) -> Error:
+    """|computed − exact| ≤ γ(|W||x| + |b|), where γ counts the roundings on the way of a product.
+
+    The sum at the given input is measured. In the ball |W||x| grows by at most ‖|W|‖ times the
+    distance of x from the measured one.
+    """
+    (value,) = step.inputs()
+    name = step.call.name
+    gain = near.gains.get(name, math.inf)
+    if name not in near.absolute:
+        return math.inf
+    count = terms(step, value) + 8  # bias, factors α and β, the mean's division, their numbers
+    size = up(near.absolute[name] + scaled(gain, near.moved(value)))
+    tensors = [t for t in tree_leaves(list(step.arguments.values())) if isinstance(t, Tensor)]
+    weight = max((float(t.abs().max()) for t in tensors if t.numel()), default=1.0)
+    lost = scaled(up(near.lost(step.shape, count) * 2), total(2.0 + weight, near.size(value)))
+    return near.checked(total(scaled(near.arithmetic.gamma(count), size), lost), size)
+
+
+def terms(step: Step, value: Value) -> float:
+    """Return the largest number of products that are added to one entry."""
+    op = step.call.op.removeprefix("aten.")
+    given = step.arguments
+    if "conv" in op:
+        weight = given["weight"]
+        transposed = "transpose" in op or given.get("transposed")
+        inputs = weight.shape[0] / given["groups"] if transposed else weight.shape[1]
+        return float(inputs * math.prod(weight.shape[2:]))
+    if op in ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum", "cumsum", "sum",
+              "mean"):  # fmt: skip
+        if op in ("sum", "mean"):
+            return math.prod(value.shape) / max(1, math.prod(step.shape))
+        if op == "einsum":
+            return float(math.prod(value.shape))
+        return float(max(value.shape, default=1))  # every inner size is one of the value's
+    if op == "col2im":
+        return float(math.prod(axes(given["kernel_size"], 2)))
+    dims = int(op[-2])
+    if "adaptive" in op:
+        sizes = zip(value.shape[-dims:], axes(given["output_size"], dims), strict=True)
+        return float(math.prod(n // m + 2 for n, m in sizes))
+    return float(math.prod(axes(given["kernel_size"], dims)))
+
+
+@register_rounding("aten._native_batch_norm_legit_no_training", "aten.batch_norm",
+                   "aten.native_batch_norm")  # fmt: skip
+def _batch_norm(step: Step, near: Near, result: Value) -> Error:
+    """Bound γ(x − μ)/√(σ² + ε) + β in any of the forms that PyTorch computes.
+
+    Every form adds x·a, μ·a and β with a = γ/√(σ² + ε). The factor a has at most 10 roundings
+    (a reciprocal square root may be off by 2 units in the last place), and the products and sums
+    have 4 more.
+    """
+    eps = min(readings(step["eps"], step.call.dtype))
+    gains = batch_norm_gains(step["running_var"], step["weight"], eps).double().cpu().abs()
+    (value,) = step.inputs()
+    shift = step["running_mean"].double().cpu().abs() * gains
+    if step["bias"] is not None:
+        shift = shift + step["bias"].double().cpu().abs()
+    copies = math.prod(result.shape) / max(1, len(gains))
+    fixed = up(up(math.sqrt(copies)) * norm_above(shift))
+    size = total(scaled(up(float(gains.max()) * (1 + 1e-12)), near.size(value)), fixed)
+    lost = scaled(near.lost(result.shape, 16), 1.0 + float(gains.max()))
+    error = total(scaled(near.arithmetic.gamma(16), size), lost)
+    return near.checked(error, size, near.size(value))
+
+
+ROUNDINGS["aten.cudnn_batch_norm"] = "cuDNN's kernels are not known; use cudnn.enabled = False"
+
+
+@register_rounding("aten.layer_norm", "aten.native_layer_norm", "aten.group_norm",
+                   "aten.instance_norm")  # fmt: skip
+def _normalization(step: Step, near: Near, result: Value) -> Error:
+    """Bound γ(x − μ)/√(var + ε) + β, where mean and variance are sums over n entries in any form.
+
+    The mean is off by γₙ‖x‖/√n in each of n entries, which 1/√ε passes on. The variance, even as
+    E[x²] − μ², is off by γ₂ₙ‖x‖²/n, which changes 1/√(var + ε) by that share of 2ε. The normalized
+    entries have a norm of at most √n.
+    """
+    if step.call.op == "aten.instance_norm" and not step["use_input_stats"]:
+        return _batch_norm(step, near, result)
+    (value,) = step.inputs()
+    count = _normalized_entries(step)
+    eps = min(readings(step["eps"], step.call.dtype))
+    weight, bias = step["weight"], step["bias"]
+    steep = 1.0 if weight is None else float(weight.abs().max())
+    size, whole = near.size(value), root(value.shape)
+    gamma = near.arithmetic.gamma
+    shift = scaled(up(steep / math.sqrt(eps) * (1 + 1e-9) * gamma(2 * count + 8)), size)
+    with np.errstate(over="ignore"):
+        off = up(np.asarray(scaled(gamma(4 * count + 16) / count * ROOM, size * size)))
+    share = np.where(off <= eps / 8, total(off / eps, gamma(16)), math.inf)
+    constant = near.sizes(bias, ()) if bias is None else norm_above(bias) * whole
+    out = total(up(steep * whole), constant)
+    error = total(shift, scaled(up(steep * whole), share), scaled(gamma(8), out),
+                  scaled(near.lost(value.shape, 16 * count), 1.0 + steep / eps))  # fmt: skip
+    return near.checked(error, up(np.asarray(size * size)), out, size)
+
+
+def _normalized_entries(step: Step) -> int:
+    shape = step.inputs()[0].shape
+    if "layer_norm" in step.call.op:
+        return math.prod(step["normalized_shape"])
+    if "group_norm" in step.call.op:
+        return math.prod(shape[1:]) // int(step["num_groups"])
+    return math.prod(shape[2:])
+
+
+@register_rounding("aten.gelu", "aten.mish", "aten.hardswish", "aten.hardswish_")
+def _gated(step: Step, near: Near, result: Value) -> Error:
+    """Bound x·g(x) with 0 ≤ g ≤ 1 by 40u‖x‖; torch's 1/6 in hardswish is rounded to float32."""
+    (value,) = step.inputs()
+    sixth = 2.0**-24 if "hardswish" in step.call.op else 0.0
+    size = near.size(value)
+    error = scaled(near.arithmetic.gamma(40) + sixth, size)
+    return near.checked(total(error, near.lost(step.shape, 8)), scaled(8.0, size))
+
+
+@register_rounding("aten.hardsigmoid", "aten.sin", "aten.cos")
+def _up_to_one(step: Step, near: Near, result: Value) -> Error:
+    """Bound functions with values up to 1 by an absolute error; hardsigmoid has torch's 1/6."""
+    sixth = 2.0**-24 if "hardsigmoid" in step.call.op else 0.0
+    return scaled(up(near.arithmetic.gamma(2 * ELEMENTARY) + sixth), root(step.shape))
+
+
+@register_rounding("aten.softplus", "aten.log_sigmoid", "aten.log_sigmoid_forward")
+def _soft(step: Step, near: Near, result: Value) -> Error:
+    """Bound log(1 + exp(βx))/β: the exponent is off by u|βx|, exp and log by 8u."""
+    (value,) = step.inputs()
+    beta = abs(float(step.arguments.get("beta") or 1.0))
+    size = total(near.size(value), up(root(value.shape) / beta))
+    error = scaled(near.arithmetic.gamma(3 * ELEMENTARY), size)
+    return near.checked(total(error, near.lost(value.shape, 8 * (1 + 1 / beta))), size)
+
+
+@register_rounding("aten.elu", "aten.elu_", "aten.selu", "aten.selu_", "aten.celu", "aten.celu_")
+def _exponential(step: Step, near: Near, result: Value) -> Error:
+    """Bound α(exp(x) − 1) below zero, which is off by 16u|α|, and a product above."""
+    alpha = 1.7580993408473769 if "selu" in step.call.op else abs(float(step["alpha"]))
+    alpha *= abs(float(step.arguments.get("scale") or 1.0))
+    below = scaled(near.arithmetic.gamma(2 * ELEMENTARY), up(alpha * root(step.shape)))
+    return near.checked(total(below, near.relative(step, result, 4)), alpha)
+
+
+@register_rounding("aten.softmax", "aten._softmax")
+def _softmax(step: Step, near: Near, result: Value) -> Error:
+    """Bound exp(x − max)/Σ: an exponent t is off by ut, and t·exp(−t) ≤ 0.4; see the page."""
+    lost = near.lost(step.shape, 4)
+    return total(scaled(_share(step, near), math.sqrt(_rows(step)) * (1 + 1e-9)), lost)
+
+
+@register_rounding("aten.log_softmax", "aten._log_softmax", "aten.logsumexp")
+def _log_of_sum(step: Step, near: Near, result: Value) -> Error:
+    """Bound x − max − log Σ, and max + log Σ."""
+    (value,) = step.inputs()
+    size = scaled(2 * up(math.sqrt(_length(step))), near.size(value))
+    error = total(scaled(_share(step, near), root(value.shape)),
+                  scaled(near.arithmetic.gamma(ELEMENTARY), size))  # fmt: skip
+    return near.checked(error, size)
+
+
+def _length(step: Step) -> int:
+    shape = step.inputs()[0].shape
+    dims = step["dim"]
+    named = [dims] if isinstance(dims, int) else list(dims)
+    return math.prod(shape[d] for d in named) if shape else 1
+
+
+def _rows(step: Step) -> float:
+    return math.prod(step.inputs()[0].shape) / _length(step)
+
+
+def _share(step: Step, near: Near) -> float:
+    """Bound the relative error of Σ exp(x − max), and the absolute one of its logarithm."""
+    return near.arithmetic.gamma(2 * _length(step) + 5 * ELEMENTARY)
+
+
+@register_rounding("aten.linalg_vector_norm")
+def _norm(step: Step, near: Near, result: Value) -> Error:
+    """Bound √Σx²: the squares may underflow, which changes the root by at most √(n·tiny)."""
+    (value,) = step.inputs()
+    count = math.prod(value.shape) / max(1, math.prod(step.shape))
+    lost = up(root(step.shape) * up(math.sqrt(count * near.arithmetic.tiny)) * 2)
+    size = near.size(value)
+    with np.errstate(over="ignore"):
+        return near.checked(total(near.relative(step, result, count + 4), lost), size * size)
