@@ -19,6 +19,7 @@ from typing import Any
 HUNTS = {
     "campaign": "check bounds on random layers, worst-case kernels and random networks",
     "damaged": "read damaged files of every kind with the command line",
+    "exact": "compare random networks with their values in real arithmetic",
     "hostile": "call every public function with numerically difficult kernels",
     "kills": "kill processes while they write files, and run them again",
     "neighbours": "check elementwise operations at neighbouring floats around every breakpoint",
