@@ -240,6 +240,23 @@ def test_radii_are_rounded_down():
         certify(torch.zeros(1, 3), audit(nn.Linear(2, 2), (2,)))
 
 
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_wide_number_in_a_tensor_is_rounded_like_a_number(divided):
+    factor = torch.tensor(10.0 / 3 if divided else 0.1, dtype=torch.float64)
+    model = Run(lambda x: x / factor if divided else x * factor)
+    x = torch.ones(1, 1)
+    assert audit(model, (1,), search=0).upper >= float(model(x)) or divided
+    assert audit(model, (1,), search=0).upper >= float(1 / factor.float().double()) or not divided
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4, eps=1e-50), nn.BatchNorm1d(4, eps=1e-50)])
+def test_an_epsilon_that_float32_rounds_to_zero_gives_no_bound(layer):
+    if isinstance(layer, nn.BatchNorm1d):
+        layer.running_var.zero_()
+    assert audit(layer.eval(), (4,), search=0).upper == math.inf
+    assert audit(layer.double(), (4,), search=0).upper < math.inf
+
+
 def test_a_matrix_from_the_left_is_no_head():
     weight = torch.tensor([[1.0, 0.0], [0.999, 0.0]])
     model = Run(lambda x: weight @ x[0])

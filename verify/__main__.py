@@ -24,6 +24,7 @@ HUNTS = {
     "kills": "kill processes while they write files, and run them again",
     "neighbours": "check elementwise operations at neighbouring floats around every breakpoint",
     "planted": "check that the campaign detects known faults planted in the bounds",
+    "rounding": "compare bounds on rounding with real arithmetic, at every value of a network",
     "trained": "compare brackets of trained kernels with dense eigenvalues",
 }
 

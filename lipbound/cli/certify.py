@@ -22,6 +22,7 @@ from lipbound.cli.arguments import (
     check_report,
 )
 
+ARITHMETICS = ("real", "float64", "float32")
 RADII = ("36/255", "72/255", "108/255")
 
 
@@ -41,6 +42,13 @@ def certify(
     ] = None,
     data: DATA = None,
     folder: FOLDER = None,
+    arithmetic: Annotated[
+        str,
+        typer.Option(
+            help="What to certify: the network in real arithmetic (real), or as it runs (float64, "
+            "float32)."
+        ),
+    ] = "real",
     count: Annotated[int, typer.Option(help="Number of test images (0: all).")] = 0,
     attacked: Annotated[
         int,
@@ -64,6 +72,10 @@ def certify(
     check_numbers(count=count, attacked=attacked)
     if batch < 1:
         raise ValueError(f"--batch {batch} must be 1 or larger")
+    if arithmetic not in ARITHMETICS:
+        from lipbound.registry import unknown
+
+        raise unknown("arithmetic", arithmetic, ARITHMETICS)
     check_plot(plot)
     check_report(html)
     check_writable(out, plot, html)
@@ -79,7 +91,7 @@ def certify(
     images = data_set(name, folder).test_images(count)
     record = certification(
         network, images, radii, pick_device(device),
-        attacked=attacked, batch=batch, progress=bar,
+        arithmetic=arithmetic, attacked=attacked, batch=batch, progress=bar,
         say=lambda what: typer.echo(f"{what} ...", err=True),
     )  # fmt: skip
     record["data"] = name

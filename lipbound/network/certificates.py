@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from lipbound.bounds.rounding import norms_above
 from lipbound.modules import in_float64
 from lipbound.network.findings import Audit
 from lipbound.network.jacobian import alone_and_together
-from lipbound.network.kernels import check_kernels, check_runs
+from lipbound.network.kernels import check_kernels, check_runs, ordinary_kernels
 from lipbound.network.rounding import Errors, Executed, Measured, check_same_factors
 from lipbound.network.rules.rounding import FORMATS, NotProved
 from lipbound.registry import unknown
@@ -128,6 +129,10 @@ class Certifier:
         The first ``compared`` inputs are also run alone, to see whether a batch mixes them.
         """
         _check_inputs(inputs, self.audit)
+        with ordinary_kernels() if self.arithmetic == "real" else nullcontext():
+            return self._added(inputs, compared)
+
+    def _added(self, inputs: Tensor, compared: int) -> Tensor:
         try:
             given, logits = self._run(inputs, compared)
         except RuntimeError as error:

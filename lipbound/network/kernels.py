@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,21 @@ from lipbound.network.graph import Graph
 from lipbound.network.rules.rounding import NotProved
 
 EMULATED = ("CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATE_SINGLE_PRECISION")
+
+
+@contextmanager
+def ordinary_kernels() -> Iterator[None]:
+    """Let PyTorch use only kernels that compute ordinary sums of products.
+
+    A network that is certified as it runs in float32 or float64 must also be run like this.
+    """
+    before = torch.get_float32_matmul_precision()
+    with torch.backends.cudnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 def check_runs(model: nn.Module, arithmetic: str) -> None:

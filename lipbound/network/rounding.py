@@ -123,6 +123,7 @@ class Executed:
         """Run the network in float64 and measure the sizes of all its values."""
         run = _sizes(self.graph, self.wide)
         one = inputs.double()[:, None]
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
         try:
             found = torch.func.vmap(run)(one)
         except (RuntimeError, ValueError):  # an operation without a rule for batches
@@ -131,26 +132,32 @@ class Executed:
         norms, absolute, logits = found
         return Measured(_up(norms), _up(absolute), logits[:, 0])
 
-    def errors(self, measured: Measured, radius: Array) -> Errors:
-        """Bound the rounding for all inputs in a ball around each measured input.
+    def values(self, measured: Measured, radius: Array) -> dict[str, Any]:
+        """Return every value with its error for all inputs in a ball around each measured input.
 
         Raises:
             NotProved: If an operation has no bound on its rounding.
         """
-        graph = self.graph
         arithmetic = FORMATS[str(self.example.dtype).removeprefix("torch.")]
         near = Near(arithmetic, radius, measured.norms, measured.absolute, self.gains)
         values: dict[str, Any] = {}
-        for name, shape in graph.inputs.items():
+        for name, shape in self.graph.inputs.items():
             values[name] = Value(shape, constant=1.0)
             near.names[id(values[name])] = name
-        for call in graph.calls:
+        for call in self.graph.calls:
             found = follow(call, values, self.options, lambda step, v: rounded(step, near, v))
             values[call.name] = found
             if isinstance(found, Value):
                 near.names.setdefault(id(found), call.name)
-        (name,) = graph.outputs[:1]
-        last = values[name]
+        return values
+
+    def errors(self, measured: Measured, radius: Array) -> Errors:
+        """Bound the rounding of the logits for all inputs in a ball around each measured input.
+
+        Raises:
+            NotProved: If an operation has no bound on its rounding.
+        """
+        last = self.values(measured, radius)[self.graph.outputs[0]]
         whole = np.broadcast_to(last.error, radius.shape).astype(np.float64)
         nowhere = np.full(radius.shape, math.inf)
         if last.linear is None or last.linear.conv.dims or len(last.shape) != 2:
@@ -203,7 +210,7 @@ def _absolute(call: Call, values: dict[str, Any], bias: bool = True) -> Tensor:
                 given[name] = torch.zeros((), dtype=torch.float64, device=value.device)
         else:
             given[name] = tree_map(lambda leaf: _size(leaf, values), value)
-    return _call(call, given)
+    return run_call(call, given)
 
 
 def _size(leaf: Any, values: dict[str, Any]) -> Any:
@@ -211,13 +218,25 @@ def _size(leaf: Any, values: dict[str, Any]) -> Any:
     return found.abs() if isinstance(found, Tensor) and found.is_floating_point() else found
 
 
-def _call(call: Call, given: dict[str, Any]) -> Any:
+def run_call(call: Call, given: dict[str, Any]) -> Any:
     """Run a call with arguments by name."""
     operation = getattr(getattr(torch.ops, call.op.split(".")[0]), call.op.split(".")[1])
     overload = getattr(operation, call.overload)
     args = [given[a.name] for a in call.schema.arguments if not a.kwarg_only]
     options = {a.name: given[a.name] for a in call.schema.arguments if a.kwarg_only}
     return overload(*args, **options)
+
+
+def _batch_norm(given: dict[str, Any]) -> Tensor:
+    """Run a BatchNorm with running statistics by elementary operations."""
+    value, eps = given["input"], given["eps"]
+    mean, variance, weight, bias = (
+        None if given[name] is None else given[name].reshape(-1, *[1] * (value.ndim - 2))
+        for name in ("running_mean", "running_var", "weight", "bias")
+    )
+    result = (value - mean) / (variance + eps).sqrt()
+    result = result if weight is None else result * weight
+    return result if bias is None else result + bias
 
 
 def _sizes(graph: Graph, calls: Sequence[Call]) -> Callable[[Tensor], Any]:
@@ -236,7 +255,8 @@ def _sizes(graph: Graph, calls: Sequence[Call]) -> Callable[[Tensor], Any]:
                     lambda leaf: values[leaf.name] if isinstance(leaf, Reference) else leaf,
                     call.arguments(),
                 )
-                values[call.name] = _call(call, given)
+                plain = call.op == "aten._native_batch_norm_legit_no_training"  # unknown to vmap
+                values[call.name] = [_batch_norm(given)] if plain else run_call(call, given)
                 if _linear(call):
                     absolute[call.name] = _norm(_absolute(call, values))
             result = tree_leaves(values[call.name])[0]

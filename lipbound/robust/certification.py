@@ -12,13 +12,13 @@ from torch import Tensor
 from lipbound.files import provenance
 from lipbound.network.accuracy import CertifiedAccuracy, certified_accuracy
 from lipbound.network.audits import audit
+from lipbound.network.kernels import ordinary_kernels
 from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.training.trained import Trained
 from lipbound.runtime import Progress, silent
 
 POINTS = 60  # of the curve
-ARITHMETIC = "real arithmetic, float64 logits"
 
 
 def certification(
@@ -27,6 +27,7 @@ def certification(
     radii: Sequence[float],
     device: torch.device,
     *,
+    arithmetic: str = "real",
     attacked: int = 0,
     batch: int = 250,
     say: Callable[[str], None] = lambda _: None,
@@ -39,6 +40,7 @@ def certification(
         images: uint8 pixels and labels.
         radii: L2 radii.
         device: Device to compute on. The audit runs on the CPU.
+        arithmetic: What to certify, see :func:`lipbound.certify`.
         attacked: Number of images to attack by PGD in L2, at every radius; 0 for none.
         batch: Number of images at a time.
         say: Called with the name of each stage when it begins.
@@ -67,13 +69,16 @@ def certification(
     say("certificates")
     starts = range(0, len(labels), batch)
     batches = (_batch(images, start, batch, device) for start in progress(starts, "images"))
-    found = certified_accuracy(model, bounds, batches, radii)
+    with ordinary_kernels():
+        found = certified_accuracy(model, bounds, batches, radii, arithmetic)
     record = {
         "experiment": "certify",
         "checkpoint": network.path.name,
         "arm": network.settings.arm,
         "model": network.settings.model,
-        "arithmetic": ARITHMETIC,
+        "arithmetic": found.arithmetic,
+        "rounding": None if found.errors is None else _finite(float(found.errors.median())),
+        "lost_to_rounding": found.lost,
         "lipschitz": bounds.upper if math.isfinite(bounds.upper) else None,
         "features": bounds.features if bounds.head is not None else None,
         "reason": bounds.reason,
@@ -90,6 +95,10 @@ def certification(
             for radius in radii
         }
     return {**record, **provenance(str(device))}
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def _batch(

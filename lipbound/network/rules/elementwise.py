@@ -16,6 +16,7 @@ from lipbound.network.rules.values import (
     concatenated,
     readings,
     register_rule,
+    smallest,
     spread,
     steepest,
     summed,
@@ -221,6 +222,8 @@ def _multiply(step: Step) -> Value:
 
 def _gain(factor: Any, divided: bool, dtype: torch.dtype | None) -> list[float]:
     """Return the largest |factor| or 1/|factor|, in each precision PyTorch may round it to."""
+    if isinstance(factor, Tensor) and not factor.ndim and factor.dtype != dtype:
+        factor = float(factor)  # a tensor without axes is rounded like a number
     if isinstance(factor, Tensor):
         sizes = factor.double().abs()
         found = float((1 / sizes if divided else sizes).max()) if sizes.numel() else 0.0
@@ -306,7 +309,7 @@ def _reduce(step: Step) -> Value:
 
 def _normalized(step: Step, count: int) -> float:
     """Bound by ‖diag(γ)P‖/√ε ≤ max|γ|/√ε: x ↦ Px/√(var + ε) is steepest at var = 0."""
-    weight, eps = step["weight"], min(readings(step["eps"], step.call.dtype))
+    weight, eps = step["weight"], smallest(step["eps"], step.call.dtype)
     if not eps > 0:
         raise Unbounded("a normalization with eps=0 is arbitrarily steep near constant inputs")
     gamma = 1.0 if weight is None else float(weight.abs().max())

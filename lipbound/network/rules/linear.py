@@ -19,9 +19,9 @@ from lipbound.network.rules.values import (
     Unbounded,
     Value,
     axes,
-    readings,
     register_rule,
     scaled,
+    smallest,
     total,
     up,
 )
@@ -159,7 +159,7 @@ def batch_norm(step: Step) -> Any:
     variance = step["running_var"]
     if step.arguments.get("training") or not isinstance(variance, Tensor):
         raise Unbounded("BatchNorm without running statistics mixes the batch; use .eval()")
-    eps = min(readings(step["eps"], step.call.dtype))
+    eps = smallest(step["eps"], step.call.dtype)
     gains = batch_norm_gains(variance, step["weight"], eps)
     if not bool(torch.isfinite(gains).all()):
         raise Unbounded("BatchNorm's statistics or weights do not give finite gains")

@@ -88,6 +88,8 @@ def _sizes(
     factor: Any, value: Value, dtype: torch.dtype | None, channels: int | None
 ) -> Tensor | None:
     """Return a constant factor as one number or one per channel; ``None`` if it varies more."""
+    if isinstance(factor, Tensor) and not factor.ndim and factor.dtype != dtype:
+        factor = float(factor)  # a tensor without axes is rounded like a number
     if not isinstance(factor, Tensor):
         return torch.tensor(max(readings(factor, dtype), key=abs), dtype=torch.float64)
     sizes = factor.detach().double().cpu()

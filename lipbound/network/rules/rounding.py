@@ -28,8 +28,8 @@ from lipbound.network.rules.values import (
     Step,
     Value,
     axes,
-    readings,
     scaled,
+    smallest,
     spread,
     total,
     up,
@@ -293,7 +293,8 @@ def _add(step: Step, near: Near, result: Value) -> Error:
         for name, factor in terms.items()
     ]
     for (name, factor), size in zip(terms.items(), sizes, strict=True):
-        number = isinstance(step.arguments[name], int | float)
+        term = step.arguments[name]
+        number = isinstance(term, int | float) or (isinstance(term, Tensor) and not term.ndim)
         if factor != 1 or number:
             error = total(error, scaled(near.arithmetic.gamma(3), size))
     return near.checked(total(error, near.lost(step.shape, 4)), *sizes)
@@ -363,7 +364,7 @@ def _batch_norm(step: Step, near: Near, result: Value) -> Error:
     (a reciprocal square root may be off by 2 units in the last place), and the products and sums
     have 4 more.
     """
-    eps = min(readings(step["eps"], step.call.dtype))
+    eps = smallest(step["eps"], step.call.dtype)
     gains = batch_norm_gains(step["running_var"], step["weight"], eps).double().cpu().abs()
     (value,) = step.inputs()
     shift = step["running_mean"].double().cpu().abs() * gains
@@ -393,7 +394,7 @@ def _normalization(step: Step, near: Near, result: Value) -> Error:
         return _batch_norm(step, near, result)
     (value,) = step.inputs()
     count = _normalized_entries(step)
-    eps = min(readings(step["eps"], step.call.dtype))
+    eps = smallest(step["eps"], step.call.dtype)
     weight, bias = step["weight"], step["bias"]
     steep = 1.0 if weight is None else float(weight.abs().max())
     size, whole = near.size(value), root(value.shape)

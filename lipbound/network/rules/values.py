@@ -425,6 +425,12 @@ def readings(number: Any, dtype: torch.dtype | None = None) -> list[float]:
     return [float(exact), *(r for r in rounded if 0 < abs(r) < math.inf)]
 
 
+def smallest(number: float, dtype: torch.dtype | None) -> float:
+    """Return the smallest value that a network may round a number ≥ 0 to, which may be 0."""
+    types = [torch.float64, *([] if dtype in (None, torch.float64) else [torch.float32, dtype])]
+    return min(float(torch.tensor(number, dtype=torch.float64).to(kind)) for kind in types)
+
+
 def summed(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]) -> Value:
     """Return Σ gainᵢ·valueᵢ, whose constants and errors add."""
     pairs = list(zip(values, gains, strict=True))
