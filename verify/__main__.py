@@ -20,6 +20,7 @@ HUNTS = {
     "campaign": "check bounds on random layers, worst-case kernels and random networks",
     "damaged": "read damaged files of every kind with the command line",
     "exact": "compare random networks with their values in real arithmetic",
+    "flips": "search float32 predictions that change inside a radius of float32 logits",
     "hostile": "call every public function with numerically difficult kernels",
     "kills": "kill processes while they write files, and run them again",
     "neighbours": "check elementwise operations at neighbouring floats around every breakpoint",

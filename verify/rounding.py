@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lipbound.network.findings import Audit
-from lipbound.network.graph import Call, NotCaptured, Reference
+from lipbound.network.graph import Call, Graph, NotCaptured, Reference
 from lipbound.network.rounding import Executed, run_call
 from lipbound.network.rules import Value
 from lipbound.network.rules.rounding import NotProved
@@ -32,50 +32,60 @@ RADII = (0.0, 1e-3, 1.0)
 NONE = Audit((), math.inf, 0.0, "", (), math.inf, None)
 
 
-@torch.no_grad()
 def check(seed: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare all values of one network at the centre and at two points of each ball.
-
-    Returns:
-        The outcome; the number of values compared, of values without a bound, and of violations
-        (with their operations); the largest quotient of rounding and bound.
-    """
+    """Compare all values of a random network."""
     model, centre = network(seed, dtype)
     if any(isinstance(m, Sly) for m in model.modules()):
         return {"outcome": "sly"}
+    return compare(model, centre, seed=seed)
+
+
+@torch.no_grad()
+def compare(model: nn.Module, *centres: Tensor, seed: int = 0) -> dict[str, Any]:
+    """Compare all values of a network at some centres, and at two points of each ball around them.
+
+    Returns:
+        The outcome; the number of values compared, and of values without a bound; the violations;
+        the largest quotient of rounding and bound.
+    """
+    result: dict[str, Any] = {"outcome": "compared", "values": 0, "unbounded": 0, "wrong": []}
+    result["closest"] = 0.0
+    draw = torch.Generator().manual_seed(seed)
     try:
-        ready = Executed(model, NONE, centre)
-        measured = ready.measure(centre)
-        found = {r: ready.values(measured, np.array([r])) for r in RADII}
+        ready = Executed(model, NONE, centres[0])
+        for centre in centres:
+            measured = ready.measure(centre)
+            for radius in RADII:
+                bounds = ready.values(measured, np.array([radius]))
+                for point in points(centre, radius, draw):
+                    _compare(ready.graph, point, bounds, result)
     except NotCaptured:
         return {"outcome": "not captured"}
     except NotProved as error:
         return {"outcome": "refused", "why": str(error)}
-    draw = torch.Generator().manual_seed(seed)
-    result: dict[str, Any] = {"outcome": "compared", "values": 0, "unbounded": 0, "wrong": []}
-    closest = 0.0
-    for radius in RADII:
-        for point in points(centre, radius, draw):
-            try:
-                real = real_values(ready.graph, point, "exact")
-            except (NoValue, NoOperation) as error:
-                return {"outcome": "no real value", "why": str(error)}
-            computed = run(ready.graph.calls, {next(iter(ready.graph.inputs)): point})
-            for call in ready.graph.calls:
-                bound = found[radius][call.name]
-                if not isinstance(bound, Value) or not call.floating or call.shape is None:
-                    continue
-                limit = float(np.max(bound.error))
-                if not limit < math.inf or not bound.lipschitz < math.inf:
-                    result["unbounded"] += 1
-                    continue
-                apart = float(np.linalg.norm(errors(computed[call.name], real[call.name])))
-                result["values"] += 1
-                if not apart <= limit:
-                    result["wrong"].append(f"{call.op}: {apart:.3e} above {limit:.3e}")
-                elif limit:
-                    closest = max(closest, apart / limit)
-    return {**result, "closest": closest}
+    except (NoValue, NoOperation) as error:
+        return {"outcome": "no real value", "why": str(error)}
+    return result
+
+
+def _compare(graph: Graph, point: Tensor, bounds: dict[str, Any], result: dict[str, Any]) -> None:
+    """Compare all values at one point, and add what was found to the result."""
+    real = real_values(graph, point, "exact")
+    computed = run(graph.calls, {next(iter(graph.inputs)): point})
+    for call in graph.calls:
+        bound = bounds[call.name]
+        if not isinstance(bound, Value) or not call.floating or call.shape is None:
+            continue
+        limit = float(np.max(bound.error))
+        if not limit < math.inf or not bound.lipschitz < math.inf:
+            result["unbounded"] += 1
+            continue
+        apart = float(np.linalg.norm(errors(computed[call.name], real[call.name])))
+        result["values"] += 1
+        if not apart <= limit:
+            result["wrong"].append(f"{call.op}: {apart:.3e} above {limit:.3e}")
+        elif limit:
+            result["closest"] = max(result["closest"], apart / limit)
 
 
 def points(centre: Tensor, radius: float, draw: torch.Generator) -> list[Tensor]:

@@ -1,0 +1,248 @@
+"""Bounds on rounding: against 256-bit arithmetic, at the worst cases, and in certificates."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import OPERATIONS, Run
+
+import lipbound
+from lipbound import audit, certify
+from lipbound.modules import in_float64
+from lipbound.network import kernels
+from lipbound.network.certificates import ARITHMETIC, Certifier
+from lipbound.network.rounding import absolute_gain
+from lipbound.network.rounding import capture as captured
+from lipbound.network.rules import RULES, register_rule
+from lipbound.network.rules import rounding as rules
+from lipbound.network.rules.rounding import ROUNDINGS, Arithmetic, Near
+from lipbound.network.rules.values import Value
+from verify.rounding import check, compare
+
+SIZES = (1.0, 1e-3, 1e4)
+
+
+def test_every_rule_bounds_its_rounding_or_says_why_not():
+    assert {op for op in RULES if op.startswith("aten.")} == set(ROUNDINGS)
+    for rounding in ROUNDINGS.values():
+        assert callable(rounding) or len(rounding) > 10
+
+
+def inputs(shape: tuple[int, ...], size: float, dtype: torch.dtype) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return (size * torch.randn(1, *shape, generator=draw, dtype=torch.float64)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_rounding_of_every_operation_is_below_its_bound(name, dtype):
+    model, shape = OPERATIONS[name]
+    centres = [inputs(shape, size, dtype) for size in SIZES]
+    found = compare(copy.deepcopy(model).to(dtype).eval(), *centres)
+    assert not found.get("wrong"), found["wrong"]
+    assert found["outcome"] in ("compared", "refused"), found
+
+
+@pytest.mark.parametrize("seed", [41000011, 41000012, 41000014])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_in_random_networks_is_below_its_bound(seed, dtype):
+    found = check(seed, dtype)
+    assert (found["outcome"], found["wrong"]) == ("compared", [])
+    assert found["values"] >= 10
+
+
+def gap_network() -> nn.Sequential:
+    """f₂ − f₁ = 2x − 1 at a height of 2²², where float32 has steps of a half."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(1)
+        model[0].bias.fill_(2.0**22)
+        model[1].weight.copy_(torch.tensor([[-1.0], [1.0]]))
+        model[1].bias.copy_(torch.tensor([2.0**22 + 0.5, -(2.0**22) - 0.5]))
+    return model
+
+
+def lost_digits(n: int = 200) -> Tensor:
+    """A one, and numbers of half its last place, which a sum from the left loses one by one."""
+    return torch.cat([torch.ones(1), torch.full((n,), 2.0**-53, dtype=torch.float64)])[None]
+
+
+WORST = {
+    "sum from the left": (Run(lambda m, x: x.cumsum(1)), lost_digits()),
+    "bias": (gap_network(), torch.tensor([[0.76]])),
+    "ball": (nn.Linear(3, 3, bias=False), torch.zeros(1, 3)),
+    "number": (Run(lambda m, x: x + 0.1), torch.full((1, 4), -0.1)),
+    "function": (nn.Tanh(), torch.linspace(-3, 3, 400)[None]),
+    "product": (Run(lambda m, x: x * 0.1), torch.linspace(1, 2, 300)[None]),
+    "passed on": (Run(lambda m, x: ((x + 1) - 1) * 1e4), torch.full((1, 3), 1e-9)),
+    "parts": (
+        Run(lambda m, x: torch.cat([p + 2.0**12 for p in x.chunk(2, 1)], 1) - 2.0**12),
+        torch.full((1, 4), 1e-5),
+    ),
+    "batch norm": (nn.BatchNorm1d(3).eval(), torch.randn(1, 3)),
+}
+MUTATIONS = {
+    "gamma": ("sum from the left", Arithmetic, "gamma", lambda self, count: count * self.unit / 4),
+    "terms": ("sum from the left", rules, "terms", lambda step, value: 1.0),
+    "ball": ("ball", Near, "moved", lambda self, value: np.zeros(1)),
+    "number": ("number", Near, "sizes", lambda self, argument, shape: 0.0),
+    "passed on": ("passed on", Value, "rounded", lambda self, error: self),
+    "parts": ("parts", Value, "rounded", lambda self, error: self),
+}
+
+
+@pytest.mark.parametrize("name", WORST)
+def test_worst_cases_are_below_the_bound_and_not_far(name):
+    found = compare(*WORST[name])
+    assert not found["wrong"]
+    assert found["closest"] > 0.02
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_constant_is_caught(name, monkeypatch):
+    case, owner, attribute, wrong = MUTATIONS[name]
+    monkeypatch.setattr(owner, attribute, wrong)
+    assert compare(*WORST[case])["wrong"]
+
+
+def test_without_the_bias_a_bound_is_too_small(monkeypatch):
+    monkeypatch.setitem(ROUNDINGS, "aten.linear", lambda step, near, result: 1e-6)
+    monkeypatch.setitem(ROUNDINGS, "aten.addmm", lambda step, near, result: 1e-6)
+    assert compare(*WORST["bias"])["wrong"]
+
+
+@pytest.mark.parametrize("layer", [
+    nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(4, 6, 3, stride=2, groups=2, bias=False),
+    nn.Conv1d(2, 3, 5, dilation=2), nn.ConvTranspose2d(3, 2, 3, stride=2, output_padding=1),
+    nn.AvgPool2d(3, 2, 1), nn.Linear(6, 4),
+])  # fmt: skip
+def test_the_norm_of_absolute_values_is_bounded(layer):
+    layer, shape = layer.double(), {nn.Linear: (6,), nn.Conv1d: (2, 11)}.get(type(layer))
+    shape = shape or (getattr(layer, "in_channels", 2), 7, 6)
+    (call,) = captured(layer, [torch.zeros(1, *shape, dtype=torch.float64)]).calls
+    found = absolute_gain(call, (1, *shape), torch.device("cpu"))
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.abs_()
+        zero = layer(torch.zeros(1, *shape, dtype=torch.float64))
+        basis = torch.eye(math.prod(shape), dtype=torch.float64).reshape(-1, *shape)
+        matrix = (layer(basis) - zero).flatten(1)
+    truth = float(torch.linalg.matrix_norm(matrix, 2))
+    assert truth <= found <= 1.1 * truth
+
+
+def test_the_gap_between_real_and_float32_is_closed():
+    """The issue's network: its class changes at 0.5 for real, and elsewhere in float32."""
+    model, x = gap_network(), torch.tensor([[0.76]])
+    found = audit(model, (1,))
+    old = float(certify(model(x), found))
+    assert old > 0.49
+    near = torch.tensor([[0.74]])  # float32 rounds it to another half
+    assert int(model(near).argmax()) != int(model(x).argmax())
+    assert float(certify(model, found, x, "float32")) == 0
+    for arithmetic in ("real", "float64"):
+        radius = float(certify(model, found, x, arithmetic))
+        assert 0.2599 < radius <= 0.26 + 1e-6
+
+
+def test_certificates_in_float64_are_hardly_smaller():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    found, x = audit(model, (1, 6, 6)), torch.rand(5, 1, 6, 6)
+    real = certify(model, found, x)
+    wide = certify(model, found, x, "float64")
+    torch.testing.assert_close(wide, real, rtol=1e-9, atol=0.0)
+    assert (wide < real).all()
+    with kernels.ordinary_kernels():
+        single = certify(model, found, x, "float32")
+    assert ((single < wide) & (single > 0.9 * wide)).all()
+
+
+def test_a_rule_without_rounding_leaves_real_arithmetic_only():
+    model = nn.Sequential(nn.Linear(2, 2), Run(lambda m, x: x.frac() + x))
+    rule = RULES.get("aten.frac")
+    register_rule("aten.frac")(lambda step: 1.0)
+    try:
+        found, x = audit(model, (2,)), torch.rand(3, 2)
+        certifier = Certifier(model, found)
+        certifier.add(x)
+        proved = certifier.finish()
+        assert proved.arithmetic.startswith(ARITHMETIC["logits"])
+        assert "aten.frac" in proved.arithmetic
+        with pytest.raises(ValueError, match=r"aten.frac.*register_rounding"):
+            certify(model, found, x, "float64")
+    finally:
+        del RULES["aten.frac"]
+        if rule is not None:
+            RULES["aten.frac"] = rule
+
+
+def half_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.ones(1, dtype=torch.float16))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "arithmetic", "said"),
+    [
+        (nn.Linear(2, 2), "float16", "unknown arithmetic 'float16'"),
+        (nn.Linear(2, 2).double(), "float32", "is torch.float64.*model.float"),
+        (half_buffer(), "float32", "'scale' is torch.float16"),
+        (Run(lambda m, x: x.bfloat16().float()), "float32", "computes in torch.bfloat16"),
+        (nn.Upsample(scale_factor=2, mode="linear"), "float64", "positions of pixels"),
+    ],
+)
+def test_what_is_not_proved_is_refused(model, arithmetic, said):
+    shape = (2, 2) if isinstance(model, nn.Upsample) else (2,)
+    found = audit(model, shape)
+    if isinstance(model, nn.Upsample):
+        model = nn.Sequential(model, nn.Flatten())
+    x = torch.rand(1, *shape, dtype=torch.float64 if "float64" in said else torch.float32)
+    with pytest.raises(ValueError, match=said):
+        certify(model, found, x, arithmetic)
+
+
+@pytest.mark.parametrize("setting", ["autocast", "nnpack", "bfloat16 products"])
+def test_kernels_that_are_no_ordinary_sums_are_refused(setting):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
+    found, x = audit(model, (1, 3, 3)), torch.rand(1, 1, 3, 3)
+    before = torch.get_float32_matmul_precision()
+    try:
+        with kernels.ordinary_kernels():
+            if setting == "bfloat16 products":
+                torch.set_float32_matmul_precision("medium")
+            with (
+                torch.autocast("cpu", enabled=setting == "autocast"),
+                torch.backends.nnpack.flags(enabled=setting == "nnpack"),
+                pytest.raises(ValueError, match=r"autocast|NNPACK|highest"),
+            ):
+                certify(model, found, x, "float32")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_logits_that_rounding_does_not_explain_are_refused():
+    """A network that mixes the inputs of a batch by a little."""
+    model = Run(lambda m, x: x + 1e-4 * x.mean(0, keepdim=True))
+    certifier = Certifier(model, audit(Run(lambda m, x: x * 1.0001), (2,)), "float64")
+    certifier.add(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
+    with pytest.raises(ValueError, match="more than rounding can explain"):
+        certifier.finish()
+
+
+def test_a_copy_in_float64_is_the_certified_network():
+    torch.manual_seed(0)
+    model = lipbound.constrain(nn.Linear(3, 3), 1.0)
+    found, x = audit(model, (3,)), torch.rand(2, 3)
+    certifier = Certifier(model, found, "float64")
+    logits = certifier.add(x)
+    assert torch.equal(logits, in_float64(model)(x.double()))
+    assert (certifier.finish().radii > 0).all()
