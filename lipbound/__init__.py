@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         audit,
         certified_accuracy,
         certify,
+        register_rounding,
         register_rule,
     )
     from lipbound.penalty import Penalty
@@ -46,6 +47,7 @@ __all__ = [
     "estimate",
     "exact",
     "lipschitz",
+    "register_rounding",
     "register_rule",
     "symbol",
     "unconstrain",
@@ -62,6 +64,7 @@ _HOMES = {
         "audit",
         "certified_accuracy",
         "certify",
+        "register_rounding",
         "register_rule",
     ),
     "penalty": ("Penalty",),

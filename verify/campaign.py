@@ -2,8 +2,9 @@
 
     python -m verify campaign --minutes 10 --workers 4 --out campaign.jsonl
 
-There are three parts: ``layers`` (every bound on random layers), ``search`` (ascent on truth/bound
-over kernels) and ``networks`` (the audit of random architectures against Jacobian norms). All cases
+There are four parts: ``layers`` (every bound on random layers), ``search`` (ascent on truth/bound
+over kernels), ``networks`` (the audit of random architectures against Jacobian norms) and
+``rounding`` (what networks compute against arithmetic of 256 bits). All cases
 come from consecutive seeds, and a record is appended for every few seeds. A run may therefore be
 killed at any moment; the next run with the same file continues with the remaining seeds. The exit
 code is 1 after a violation. ``--merge`` joins the records of a file, one per part and device.
@@ -30,6 +31,7 @@ from lipbound import files
 from lipbound.runtime import pick_device
 from verify.layer_checks import check_layers
 from verify.network_checks import check_networks
+from verify.rounding_checks import check_rounding
 from verify.tally import Tally
 from verify.worst_cases import search_kernels
 
@@ -57,9 +59,10 @@ class Part:
 
 
 PARTS = {
-    "layers": Part(lambda task: check_layers(task.seeds, LAYERS, task.device), 8, 0.7),
+    "layers": Part(lambda task: check_layers(task.seeds, LAYERS, task.device), 8, 0.6),
     "search": Part(lambda task: search_kernels(task.seeds, task.weights, task.device), 2, 0.08),
     "networks": Part(lambda task: check_networks(task.seeds, task.device), 20, 0.22),
+    "rounding": Part(lambda task: check_rounding(task.seeds, task.device), 20, 0.1),
 }
 
 

@@ -5,6 +5,7 @@ from lipbound.network.audits import audit
 from lipbound.network.certificates import certify
 from lipbound.network.findings import Audit
 from lipbound.network.rules import register_rule
+from lipbound.network.rules.rounding import register_rounding
 
 __all__ = [
     "Audit",
@@ -12,5 +13,6 @@ __all__ = [
     "audit",
     "certified_accuracy",
     "certify",
+    "register_rounding",
     "register_rule",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,18 @@ from lipbound.network.graph import Graph
 from lipbound.network.rules.rounding import NotProved
 
 EMULATED = ("CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATE_SINGLE_PRECISION")
+ALLOWED = {
+    "NVIDIA_TF32_OVERRIDE": ("", "0"),
+    "ONEDNN_DEFAULT_FPMATH_MODE": ("", "strict"),
+    "DNNL_DEFAULT_FPMATH_MODE": ("", "strict"),
+}
+"""Environment variable of a library → values with which float32 products stay in float32."""
+PRODUCTS: dict[str, Any] = {
+    "torch.backends.mkldnn.matmul": torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+    "torch.backends.mkldnn.conv": torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
+    "torch.backends.cuda.matmul": torch.backends.cuda.matmul,
+}
+"""Settings of PyTorch with a ``fp32_precision``, by their names."""
 
 
 @contextmanager
@@ -21,13 +34,17 @@ def ordinary_kernels() -> Iterator[None]:
 
     A network that is certified as it runs in float32 or float64 must also be run like this.
     """
-    before = torch.get_float32_matmul_precision()
+    before = {name: setting.fp32_precision for name, setting in PRODUCTS.items()}
     with torch.backends.cudnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
-        torch.set_float32_matmul_precision("highest")
+        for setting in PRODUCTS.values():
+            setting.fp32_precision = "ieee"
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            for name, setting in PRODUCTS.items():
+                setting.fp32_precision = "none"  # as a more general setting says
+                if setting.fp32_precision != before[name]:
+                    setting.fp32_precision = before[name]
 
 
 def check_runs(model: nn.Module, arithmetic: str) -> None:
@@ -64,23 +81,25 @@ def check_kernels(graph: Graph, example: Tensor) -> None:
                 "cuDNN may convolve by Winograd's method or by FFT, whose rounding is not that of "
                 "a sum; set torch.backends.cudnn.enabled = False"
             )
-        if single and torch.get_float32_matmul_precision() != "highest":
-            raise NotProved(
-                "float32 products may run in TF32; call "
-                "torch.set_float32_matmul_precision('highest')"
-            )
         for name in EMULATED:
             if os.environ.get(name, "0") not in ("", "0"):
                 raise NotProved(f"{name} emulates products by integers; unset it")
-        return
     if not single:
         return
-    if torch.get_float32_matmul_precision() != "highest":
-        raise NotProved(
-            "float32 products may run in bfloat16; call "
-            "torch.set_float32_matmul_precision('highest')"
-        )
-    if convolves and torch.backends.nnpack.is_available() and torch._C._get_nnpack_enabled():
+    for name, setting in PRODUCTS.items():
+        if setting.fp32_precision not in ("none", "ieee"):
+            raise NotProved(
+                f"{name}.fp32_precision is {setting.fp32_precision!r}, so float32 products may run "
+                f"in a lower precision; set it to 'ieee'"
+            )
+    for name, allowed in ALLOWED.items():
+        if os.environ.get(name, "").lower() not in allowed:
+            raise NotProved(
+                f"{name}={os.environ[name]} lets float32 products run in a lower precision; "
+                f"unset it"
+            )
+    nnpack = device == "cpu" and torch.backends.nnpack.is_available()
+    if convolves and nnpack and torch._C._get_nnpack_enabled():
         raise NotProved(
             "NNPACK may convolve by Winograd's method, whose rounding is not that of a sum; call "
             "torch.backends.nnpack.set_flags(False)"

@@ -36,7 +36,29 @@ def test_the_table_says_what_the_training_proved(trained, monkeypatch, capsys):
     line = next(line for line in text.splitlines() if line.strip().startswith("36/255"))
     assert line.split()[1] == "(0.1412)"
     assert share in line
-    assert "real arithmetic, float64 logits" in text
+    assert "real arithmetic, from float64 logits with their rounding" in text
+
+
+@pytest.mark.parametrize("arithmetic", ["float64", "float32"])
+def test_the_network_as_it_runs(trained, monkeypatch, capsys, arithmetic):
+    given = ["certify", str(trained[0]), "--attacked", "0", "--count", "50", "--json"]
+    records = []
+    for kind in ("real", arithmetic):
+        code, text, _ = run(monkeypatch, capsys, *given, "--arithmetic", kind)
+        assert code == 0
+        records.append(json.loads(text))
+    real, running = records
+    assert running["arithmetic"] == f"the network as it runs in {arithmetic}"
+    assert real["rounding"] < running["rounding"]
+    assert running["median_radius"] < real["median_radius"]
+    for radius, found in running["certified"].items():
+        assert found["accuracy"] <= real["certified"][radius]["accuracy"]
+
+
+def test_an_unknown_arithmetic_is_named(trained, monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "certify", str(trained[0]), "--arithmetic", "fp64")
+    assert code == 2
+    assert "unknown arithmetic 'fp64'" in err
 
 
 def test_other_data_is_named(trained, monkeypatch, capsys):

@@ -22,7 +22,8 @@ from lipbound.network.rules import RULES, register_rule
 from lipbound.network.rules import rounding as rules
 from lipbound.network.rules.rounding import ROUNDINGS, Arithmetic, Near
 from lipbound.network.rules.values import Value
-from verify.rounding import check, compare
+from verify import rounding_checks
+from verify.rounding_checks import check, compare
 
 SIZES = (1.0, 1e-3, 1e4)
 
@@ -46,16 +47,29 @@ def test_rounding_of_every_operation_is_below_its_bound(name, dtype):
     model, shape = OPERATIONS[name]
     centres = [inputs(shape, size, dtype) for size in SIZES]
     found = compare(copy.deepcopy(model).to(dtype).eval(), *centres)
-    assert not found.get("wrong"), found["wrong"]
-    assert found["outcome"] in ("compared", "refused"), found
+    assert not found.wrong
+    assert found.outcome == "compared" or found.outcome.startswith("refused"), found.outcome
+
+
+def test_the_rounding_of_a_large_network_is_below_its_bound(monkeypatch):
+    monkeypatch.setattr(rounding_checks, "LARGE", ("shift-digits",))
+    monkeypatch.setattr(rounding_checks, "SHAPE", (1, 3, 8, 8))
+    found = rounding_checks.compare_formats(0)
+    assert not found.wrong
+    assert len(found.margins) > 100
+    limits = rounding_checks.limits
+    monkeypatch.setattr(
+        rounding_checks, "limits", lambda *given: [(c, e / 1e3) for c, e in limits(*given)]
+    )
+    assert rounding_checks.compare_formats(0).wrong
 
 
 @pytest.mark.parametrize("seed", [41000011, 41000012, 41000014])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_in_random_networks_is_below_its_bound(seed, dtype):
     found = check(seed, dtype)
-    assert (found["outcome"], found["wrong"]) == ("compared", [])
-    assert found["values"] >= 10
+    assert (found.outcome, found.wrong) == ("compared", [])
+    assert len(found.margins) >= 10
 
 
 def gap_network() -> nn.Sequential:
@@ -101,21 +115,21 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", WORST)
 def test_worst_cases_are_below_the_bound_and_not_far(name):
     found = compare(*WORST[name])
-    assert not found["wrong"]
-    assert found["closest"] > 0.02
+    assert not found.wrong
+    assert min(found.margins) < 0.98
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_constant_is_caught(name, monkeypatch):
     case, owner, attribute, wrong = MUTATIONS[name]
     monkeypatch.setattr(owner, attribute, wrong)
-    assert compare(*WORST[case])["wrong"]
+    assert compare(*WORST[case]).wrong
 
 
 def test_without_the_bias_a_bound_is_too_small(monkeypatch):
     monkeypatch.setitem(ROUNDINGS, "aten.linear", lambda step, near, result: 1e-6)
     monkeypatch.setitem(ROUNDINGS, "aten.addmm", lambda step, near, result: 1e-6)
-    assert compare(*WORST["bias"])["wrong"]
+    assert compare(*WORST["bias"]).wrong
 
 
 @pytest.mark.parametrize("layer", [
@@ -176,7 +190,7 @@ def test_a_rule_without_rounding_leaves_real_arithmetic_only():
         proved = certifier.finish()
         assert proved.arithmetic.startswith(ARITHMETIC["logits"])
         assert "aten.frac" in proved.arithmetic
-        with pytest.raises(ValueError, match=r"aten.frac.*register_rounding"):
+        with pytest.raises(ValueError, match=r"aten.frac.*lipbound.register_rounding"):
             certify(model, found, x, "float64")
     finally:
         del RULES["aten.frac"]
@@ -210,23 +224,49 @@ def test_what_is_not_proved_is_refused(model, arithmetic, said):
         certify(model, found, x, arithmetic)
 
 
-@pytest.mark.parametrize("setting", ["autocast", "nnpack", "bfloat16 products"])
-def test_kernels_that_are_no_ordinary_sums_are_refused(setting):
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("autocast", "autocast"),
+        ("nnpack", "NNPACK"),
+        ("medium", "mkldnn.matmul.fp32_precision"),
+        ("products", "mkldnn.matmul.fp32_precision"),
+        ("convolutions", "mkldnn.conv.fp32_precision"),
+        ("oneDNN", "ONEDNN_DEFAULT_FPMATH_MODE=bf16"),
+    ],
+)
+def test_kernels_that_are_no_ordinary_sums_are_refused(setting, said, monkeypatch):
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
     found, x = audit(model, (1, 3, 3)), torch.rand(1, 1, 3, 3)
-    before = torch.get_float32_matmul_precision()
+    with kernels.ordinary_kernels():
+        if setting == "medium":
+            torch.set_float32_matmul_precision("medium")
+        if setting == "products":
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        if setting == "convolutions":
+            torch.backends.mkldnn.conv.fp32_precision = "bf16"
+        if setting == "oneDNN":
+            monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "bf16")
+        with (
+            torch.autocast("cpu", enabled=setting == "autocast"),
+            torch.backends.nnpack.flags(enabled=setting == "nnpack"),
+            pytest.raises(ValueError, match=said),
+        ):
+            certify(model, found, x, "float32")
+
+
+@pytest.mark.parametrize("before", ["none", "ieee", "bf16"])
+def test_ordinary_kernels_leave_the_settings_as_they_were(before):
+    setting = torch.backends.mkldnn.conv
     try:
+        setting.fp32_precision = before
         with kernels.ordinary_kernels():
-            if setting == "bfloat16 products":
-                torch.set_float32_matmul_precision("medium")
-            with (
-                torch.autocast("cpu", enabled=setting == "autocast"),
-                torch.backends.nnpack.flags(enabled=setting == "nnpack"),
-                pytest.raises(ValueError, match=r"autocast|NNPACK|highest"),
-            ):
-                certify(model, found, x, "float32")
+            assert setting.fp32_precision == "ieee"
+        assert setting.fp32_precision == before
+        torch.backends.fp32_precision = "tf32"
+        assert setting.fp32_precision == ("tf32" if before == "none" else before)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.backends.fp32_precision = setting.fp32_precision = "none"
 
 
 def test_logits_that_rounding_does_not_explain_are_refused():

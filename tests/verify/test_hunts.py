@@ -87,7 +87,12 @@ def test_every_hunt_has_the_same_door(name, monkeypatch, tmp_path, capsys):
     """A record with provenance, violations printed, an exit code, and an interruption."""
     hunt = importlib.import_module(f"verify.{name}")
     monkeypatch.setattr(hunt, "check_options", lambda chosen: None, raising=False)
-    words = [name, "--out", str(tmp_path / "record.json"), *(["w"] if name == "trained" else [])]
+    words = [
+        name,
+        "--out",
+        str(tmp_path / "record.json"),
+        *(["w"] if name in ("flips", "trained") else []),
+    ]
     monkeypatch.setattr(hunt, "hunt", lambda chosen: ({"seen": 1}, ["one", "two"]))
     assert main(words) == 1
     assert capsys.readouterr().out == "VIOLATION one\nVIOLATION two\n2 violations\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.pages import DOCS, picture, results, robustness, trust
+from tools.pages import DOCS, certified, picture, results, robustness, trust
 
-for page in (results, robustness, trust, picture):
+for page in (results, robustness, certified, trust, picture):
     page.main(DOCS)

@@ -9,7 +9,7 @@ from lipbound.paper import table2, table4
 from lipbound.paper.reproduce import report, write_figure
 from lipbound.report.figures import speed_figure
 from lipbound.report.markdown import digits, table
-from tools.pages import DOCS, cells, lines, record, robustness, trust, write
+from tools.pages import DOCS, cells, certified, lines, record, robustness, trust, write
 
 MADE = "All numbers come from the records in `benchmarks/records`, and `make pages` writes this page from them."
 SIGMA = "σ1 is the largest singular value of a convolution: the largest factor by which the layer can amplify the L2 norm of a perturbation."
@@ -57,10 +57,11 @@ def index() -> str:
         ["PGD with restarts is faster than in other attack libraries (H200).",
          f"{others / attack['lipbound']:.1f} ×", "[speed](speed.md#attacks)"],
         *robustness.claims(table2.by_tier(cells("table2"))),
+        *certified.claims(),
     ]  # fmt: skip
     return f"""# Results
 
-lipbound certifies layers tightly and quickly; its bounds of whole networks remain loose. Our trainings did not reproduce the paper's gain in accuracy under the PGD attack. Each line of the table is one claim with its number. The pages behind the links have the tables, the commands and the machines.
+lipbound certifies layers tightly and quickly; its bounds of ordinary whole networks remain loose, and networks trained for certificates get useful ones. Our trainings did not reproduce the paper's gain in accuracy under the PGD attack. Each line of the table is one claim with its number. The pages behind the links have the tables, the commands and the machines.
 
 {PAPER} {SIGMA} A *bracket* is lipbound's certified interval around the largest σ1 over all input sizes. {robustness.WORDS}
 

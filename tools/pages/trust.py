@@ -119,7 +119,9 @@ All numbers come from the records in `benchmarks/records`, and `make pages` writ
 - A **constrained** layer in eval mode does not exceed its limit.
 - **Estimates** (`lipbound.ESTIMATES`) promise nothing. They are not tested here.
 
-Two things are not promised. The first is what a device computes when it runs the network in float32 or bfloat16: the promises are about real arithmetic. The second is anything under `torch.set_flush_denormal(True)`, which replaces subnormal weights by zeros before lipbound reads them.
+- A **certificate** holds for the network in real arithmetic, or for the network as PyTorch runs it in float64 or float32, whichever you ask for. [The model of arithmetic and its assumptions](arithmetic.md) are on a page of their own.
+
+Two things are not promised. The first is what a device computes in bfloat16, in TF32, or with kernels that are no ordinary sums. The second is anything under `torch.set_flush_denormal(True)`, which replaces subnormal weights by zeros before lipbound reads them.
 """
 
 

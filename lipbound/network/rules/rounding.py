@@ -102,7 +102,8 @@ class Near:
         the Lipschitz constant times the radius.
         """
         with np.errstate(invalid="ignore"):
-            reach = np.where(self.radius > 0, value.lipschitz * self.radius, 0.0)
+            moves = (self.radius > 0) & (value.lipschitz > 0)
+            reach = np.where(moves, value.lipschitz * self.radius, 0.0)
             return up(up(reach * (1 + 2.0**-50) + 2 * value.error))
 
     def size(self, value: Value) -> Array:
@@ -181,7 +182,7 @@ def rounded(step: Step, near: Near, result: Any) -> Any:
     first = result[0] if isinstance(result, list) else result
     if not isinstance(first, Value) or not first.lipschitz < math.inf:
         return result
-    rule = ROUNDINGS.get(step.call.op, "no bound is registered; add one with register_rounding")
+    rule = ROUNDINGS.get(step.call.op, "add one with lipbound.register_rounding")
     place = f" in {step.call.module}" if step.call.module else ""
     if isinstance(rule, str):
         raise NotProved(f"the rounding of {step.call.op}{place} is not bounded: {rule}")
