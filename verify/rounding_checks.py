@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -103,7 +104,7 @@ def compare(model: nn.Module, *centres: Tensor, seed: int = 0) -> Compared:
                     for call, limit in rounding:
                         one, other = computed[call.name].cpu(), real[call.name]
                         bounded = limit < math.inf  # otherwise values may be infinite
-                        apart = float(np.linalg.norm(errors(one, other))) if bounded else math.inf
+                        apart = length(errors(one, other)) if bounded else math.inf
                         result.saw(call, apart, limit)
     except NotCaptured:
         return Compared("not captured")
@@ -112,6 +113,12 @@ def compare(model: nn.Module, *centres: Tensor, seed: int = 0) -> Compared:
     except (NoValue, NoOperation) as error:
         return Compared(f"no real value: {error}")
     return result
+
+
+def length(numbers: NDArray[np.float64]) -> float:
+    """Return the L2 norm; its squares neither underflow nor overflow."""
+    most = float(np.max(numbers, initial=0.0))
+    return most * float(np.linalg.norm(numbers / most)) if 0 < most < math.inf else most
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ class CertifiedAccuracy:
         arithmetic: What the certificates speak of, as a phrase.
         errors: Bound on the rounding of each image's logits (L2), ``None`` if it is unknown.
         lost: Number of correct images whose radius is 0 only because of rounding.
+        classes: Number of classes.
     """
 
     radii: tuple[float, ...]
@@ -41,10 +42,11 @@ class CertifiedAccuracy:
     arithmetic: str = ""
     errors: Tensor | None = field(default=None, repr=False)
     lost: int = 0
+    classes: int = 0
 
     def by_class(self, radius: float) -> list[float]:
         """Return the certified accuracy of every class; NaN for a class without images."""
-        counts = torch.bincount(self.labels)
+        counts = torch.bincount(self.labels, minlength=self.classes)
         kept = self.labels[self.certified > radius]
         return (torch.bincount(kept, minlength=len(counts)).double() / counts).tolist()
 
@@ -84,8 +86,8 @@ def certified_accuracy(
     """
     if not isinstance(radii, Sequence):
         raise ValueError(f"radii={radii!r} must be a list of radii, for example [36 / 255]")
-    if not all(radius >= 0 for radius in radii):
-        raise ValueError(f"radii={radii!r} must be 0 or larger")
+    if not all(isinstance(radius, int | float) and radius >= 0 for radius in radii):
+        raise ValueError(f"radii={radii!r} must be numbers, 0 or larger")
     certifier = Certifier(model, audit, arithmetic)
     found: list[tuple[Tensor, Tensor]] = []
     with in_eval(certifier.model):
@@ -101,8 +103,13 @@ def certified_accuracy(
                     f"labels must be one class number for each of {len(inputs)} inputs, got "
                     f"{labels.dtype} of shape {tuple(labels.shape)}"
                 )
-            predictions = certifier.add(inputs, compared=0 if found else COMPARED).argmax(1)
-            found.append((labels.cpu(), predictions.cpu()))
+            logits = certifier.add(inputs, compared=0 if found else COMPARED)
+            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
+                raise ValueError(
+                    f"the labels are {int(labels.min())} to {int(labels.max())}, but the network "
+                    f"has {logits.shape[1]} classes; use the data set of this network"
+                )
+            found.append((labels.cpu(), logits.argmax(1).cpu()))
     if not found:
         raise ValueError("there are no images to certify; the loader is empty")
     labels, predictions = (torch.cat(part) for part in zip(*found, strict=True))
@@ -112,4 +119,5 @@ def certified_accuracy(
     return CertifiedAccuracy(
         tuple(radii), tuple(shares), float(right.double().mean()), certified, labels, predictions,
         proved.arithmetic, proved.errors, int((proved.lost.cpu() & right).sum()),
+        proved.logits.shape[1],
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.bounds.rounding import norms_above
-from lipbound.modules import in_float64
+from lipbound.modules import in_eval, in_float64
 from lipbound.network.findings import Audit
 from lipbound.network.jacobian import alone_and_together
 from lipbound.network.kernels import check_kernels, check_runs, ordinary_kernels
@@ -56,11 +57,11 @@ def certify(
 ) -> Tensor:
     r"""Certify L2 radii around inputs within which the predicted class cannot change.
 
-    If i is the prediction, the radius is :math:`\min_j (f_i - f_j - 2 E_{ij}) / L_{ij}`. If the
+    If i is the prediction, the radius is :math:`\min_j (f_i - f_j - E_{ij}) / L_{ij}`. If the
     network ends in a Linear layer with rows w, :math:`L_{ij} = L_{features} \|w_i - w_j\|`.
     Otherwise :math:`L_{ij} = \sqrt2\,L`, because the difference of two entries is √2-Lipschitz. E
-    bounds how far the network is from a function with the constant L: because an operation jumps,
-    as softplus does, and because of rounding.
+    bounds everything else that can change the difference of two logits: their rounding, and small
+    jumps of an operation such as PyTorch's softplus.
 
     Args:
         source: The network. Or logits in eval mode, ``(batch, classes)``, whose rounding is then
@@ -69,9 +70,11 @@ def certify(
             input: for radii in pixels, make the normalization of the pixels part of the network.
         inputs: The batch, if ``source`` is a network. The network runs in eval mode, also on each
             input alone, as it was audited.
-        arithmetic: ``'real'`` for the network in real arithmetic, ``'float64'`` for the network
-            ``model.double()`` as it runs, ``'float32'`` for a float32 network as it runs. If the
-            rounding of an operation is not known, ``'real'`` leaves out the rounding of the logits.
+        arithmetic: ``'real'`` for the network in real arithmetic, without any rounding,
+            ``'float64'`` for the network ``model.double()`` as it runs, ``'float32'`` for a float32
+            network as it runs. The last two need :func:`lipbound.ordinary_kernels`. If the rounding
+            of an operation is not known, ``'real'`` leaves out the rounding of the logits and
+            warns.
 
     Returns:
         ``(batch,)`` float64. The radius is 0 for a tie, an infinite bound, logits that are not
@@ -91,12 +94,21 @@ def certify(
         tensor([1.4142], dtype=torch.float64)
     """
     if not isinstance(source, nn.Module):
+        if inputs is not None or arithmetic != "real":
+            raise ValueError(
+                f"arithmetic={arithmetic!r} and inputs need the network, because logits do not say "
+                f"how they were rounded; call certify(model, audit, inputs, {arithmetic!r})"
+            )
         return _radii(_checked(source), audit)
     if inputs is None:
         raise ValueError("certify(model, audit) needs the inputs; add inputs=batch")
     certifier = Certifier(source, audit, arithmetic)
+    _check_inputs(inputs, audit)
     certifier.add(inputs, compared=len(inputs))
-    return certifier.finish().radii
+    proved = certifier.finish()
+    if proved.errors is None and bool((proved.radii > 0).any()):
+        warnings.warn(f"the radii hold in {proved.arithmetic}", stacklevel=3)
+    return proved.radii
 
 
 class Certifier:
@@ -116,7 +128,7 @@ class Certifier:
             raise unknown("arithmetic", arithmetic, ("real", *FORMATS))
         check_runs(model, arithmetic)
         self.source, self.audit, self.arithmetic = model, audit, arithmetic
-        self.model = (model if arithmetic == "float32" else in_float64(model)).eval()
+        self.model = model if arithmetic == "float32" else in_float64(model).eval()
         self.why = ""  # why the rounding is not bounded
         self._executed: Executed | None = None
         self._found: list[Measured] = []
@@ -129,7 +141,8 @@ class Certifier:
         The first ``compared`` inputs are also run alone, to see whether a batch mixes them.
         """
         _check_inputs(inputs, self.audit)
-        with ordinary_kernels() if self.arithmetic == "real" else nullcontext():
+        kernels = ordinary_kernels() if self.arithmetic == "real" else nullcontext()
+        with in_eval(self.model), kernels:
             return self._added(inputs, compared)
 
     def _added(self, inputs: Tensor, compared: int) -> Tensor:
@@ -141,8 +154,9 @@ class Certifier:
                 f"{type(self.source).__name__} cannot run in {wide} ({first_line(error)})"
             )
             self._give_up(failed)
-            self.model = self.source.eval()
-            given, logits = self._run(inputs, compared)
+            self.model = self.source
+            with in_eval(self.model):
+                given, logits = self._run(inputs, compared)
         self._logits.append(logits)
         if not self.why and len(given):
             try:
@@ -156,6 +170,11 @@ class Certifier:
         """Return the inputs in the network's format, and its logits."""
         own = self.arithmetic == "float32" or self.model is self.source
         given = inputs if own else inputs.double()
+        if self.arithmetic == "float32" and given.dtype != torch.float32:
+            raise ValueError(
+                f"the inputs are {given.dtype}, but arithmetic='float32' certifies a network that "
+                f"runs on float32 inputs; use inputs.float()"
+            )
         if compared:
             _check_apart(self.model, given[:compared])
         return given, _checked(self.model(given))
@@ -231,6 +250,13 @@ def _radii(source: Tensor, audit: Audit, rounding: Tensor | float = 0.0) -> Tens
 
 def _check_inputs(inputs: Tensor, audit: Audit) -> None:
     """Check that a batch fits the audit."""
+    if not isinstance(audit, Audit):
+        raise ValueError(
+            f"audit must be what lipbound.audit returns, got {type(audit).__name__}; call "
+            f"certify(model, lipbound.audit(model, shape), inputs)"
+        )
+    if not isinstance(inputs, Tensor):
+        raise ValueError(f"inputs must be a tensor (batch, ...), got {type(inputs).__name__}")
     if tuple(inputs.shape) == audit.input_shape:
         raise ValueError(f"{tuple(inputs.shape)} is a single input; pass a batch: inputs[None]")
     if audit.input_shape is not None and tuple(inputs.shape[1:]) != audit.input_shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,13 +54,20 @@ def check_runs(model: nn.Module, arithmetic: str) -> None:
     Raises:
         ValueError: If it may not, with what to change.
     """
-    if arithmetic != "float32":
+    if arithmetic == "real":
+        return
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        raise ValueError(
+            f"torch.compile may replace operations, so arithmetic={arithmetic!r} cannot certify "
+            f"what it runs; pass the module that you gave to torch.compile"
+        )
+    if arithmetic == "float64":
         return
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
             raise ValueError(
                 f"{name!r} is {tensor.dtype}, but arithmetic='float32' certifies a float32 "
-                f"network; use model.float(), or arithmetic='float64'"
+                f"network; use model.float(), or arithmetic='float64', and run that network too"
             )
 
 
@@ -70,6 +78,8 @@ def check_kernels(graph: Graph, example: Tensor) -> None:
         NotProved: If a setting of PyTorch allows something else, with what to change.
     """
     device, single = example.device.type, example.dtype == torch.float32
+    if float(torch.tensor([2.0**-127]) * 1.0) == 0:
+        raise NotProved("small numbers are flushed to zero; call torch.set_flush_denormal(False)")
     if device not in ("cpu", "cuda"):
         raise NotProved(f"the kernels of {device!r} are not known; use the CPU or CUDA")
     if torch.is_autocast_enabled(device):
@@ -98,9 +108,32 @@ def check_kernels(graph: Graph, example: Tensor) -> None:
                 f"{name}={os.environ[name]} lets float32 products run in a lower precision; "
                 f"unset it"
             )
+    if torch.backends.mkldnn.allow_tf32:
+        raise NotProved(
+            "torch.backends.mkldnn.allow_tf32 lets float32 products run in TF32; set it to False"
+        )
+    if device == "cpu" and platform.machine().lower() not in ("x86_64", "amd64"):
+        check_depthwise(graph)
     nnpack = device == "cpu" and torch.backends.nnpack.is_available()
     if convolves and nnpack and torch._C._get_nnpack_enabled():
         raise NotProved(
             "NNPACK may convolve by Winograd's method, whose rounding is not that of a sum; call "
             "torch.backends.nnpack.set_flags(False)"
         )
+
+
+def check_depthwise(graph: Graph) -> None:
+    """Check that no convolution is depthwise with 3×3 taps, which ARM computes by Winograd.
+
+    Raises:
+        NotProved: If there is one.
+    """
+    for call in graph.calls:
+        given = call.arguments()
+        weight = given.get("weight")
+        three = isinstance(weight, Tensor) and tuple(weight.shape[2:]) == (3, 3)
+        if "conv" in call.op and three and given.get("groups", 1) > 1:
+            raise NotProved(
+                f"{call.op} in {call.module or 'the network'} is depthwise, which this processor "
+                f"may compute by Winograd's method; use arithmetic='float64'"
+            )

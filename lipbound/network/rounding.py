@@ -158,8 +158,10 @@ class Executed:
             NotProved: If an operation has no bound on its rounding.
         """
         last = self.values(measured, radius)[self.graph.outputs[0]]
-        whole = np.broadcast_to(last.error, radius.shape).astype(np.float64)
         nowhere = np.full(radius.shape, math.inf)
+        if not last.lipschitz < math.inf:
+            return Errors(nowhere, nowhere, nowhere, None)
+        whole = np.broadcast_to(last.error, radius.shape).astype(np.float64)
         if last.linear is None or last.linear.conv.dims or len(last.shape) != 2:
             return Errors(whole, nowhere, nowhere, None)
         features, since = (

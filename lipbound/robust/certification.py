@@ -68,7 +68,9 @@ def certification(
     model = network.model.to(device)
     say("certificates")
     starts = range(0, len(labels), batch)
-    batches = (_batch(images, start, batch, device) for start in progress(starts, "images"))
+    batches = (
+        _batch(images, start, batch, device) for start in progress(starts, "batches of images")
+    )
     with ordinary_kernels():
         found = certified_accuracy(model, bounds, batches, radii, arithmetic)
     record = {

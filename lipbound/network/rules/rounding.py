@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lipbound.bounds.rounding import norm_above
 from lipbound.modules import batch_norm_gains
 from lipbound.network.rules.values import (
+    RULES,
     Error,
     Step,
     Value,
@@ -154,16 +155,41 @@ ROUNDINGS: dict[str, Rounding | str] = {}
 def register_rounding(*ops: str) -> Callable[[Rounding], Rounding]:
     """Register a bound on the rounding of operations that have a Lipschitz rule.
 
-    The function gets the :class:`Step`, the sizes of values (:class:`Near`) and the result with
-    the errors of the arguments. It returns a bound on the L2 distance between the computed result
-    and the exact one for the same computed arguments.
+    The function is called as ``rounding(step, near, result)``. It returns a bound on the L2
+    distance between what the operation computes from its arguments and the exact result for the
+    same arguments, for all inputs in a ball: a number, or a float64 array with one number for each
+    image. The errors of the arguments are added to it.
+
+    - ``step`` has the arguments (``step.only()`` is the activation) and the result's ``shape``.
+    - ``near.arithmetic.unit`` is the unit roundoff u, 2^-24 for float32.
+    - ``near.size(value)`` bounds the L2 norm of a value in each ball.
+    - ``near.relative(step, result, count)`` is the bound for an operation whose result has the
+      relative error count·u in every entry, with underflow.
+    - ``near.lost(shape, count)`` bounds what underflow takes from an operation.
+
+    Args:
+        ops: Names of operations, for example ``'mylib.shrink'``. Register their rules first.
 
     Example:
-        >>> @register_rounding("mylib.halve")
-        ... def halve(step, near, result):
-        ...     return near.lost(step.shape, 1)  # halving is exact but for underflow
-        >>> _ = ROUNDINGS.pop("mylib.halve")
+        An operation x ↦ 0.9·max(x, 0.1) + x rounds its product and its sum. Both terms are at most
+        as large as |x| + 0.1 in every entry.
+
+        >>> from lipbound import register_rule
+        >>> @register_rule("mylib.lift")
+        ... def lift(step):
+        ...     return 1.9
+        >>> @register_rounding("mylib.lift")
+        ... def lift_rounding(step, near, result):
+        ...     size = near.size(step.only()) + 0.1 * math.sqrt(math.prod(step.shape))
+        ...     return 4 * near.arithmetic.unit * size + near.lost(step.shape, 2)
+        >>> del RULES["mylib.lift"], ROUNDINGS["mylib.lift"]
     """
+    for op in ops:
+        if op not in RULES:
+            raise ValueError(
+                f"register_rounding: {op!r} has no Lipschitz rule; register one first with "
+                f"@lipbound.register_rule({op.replace('::', '.')!r})"
+            )
 
     def add(rounding: Rounding) -> Rounding:
         for op in ops:
@@ -182,7 +208,7 @@ def rounded(step: Step, near: Near, result: Any) -> Any:
     first = result[0] if isinstance(result, list) else result
     if not isinstance(first, Value) or not first.lipschitz < math.inf:
         return result
-    rule = ROUNDINGS.get(step.call.op, "add one with lipbound.register_rounding")
+    rule = ROUNDINGS.get(step.call.op, "add a bound with lipbound.register_rounding")
     place = f" in {step.call.module}" if step.call.module else ""
     if isinstance(rule, str):
         raise NotProved(f"the rounding of {step.call.op}{place} is not bounded: {rule}")
@@ -191,10 +217,48 @@ def rounded(step: Step, near: Near, result: Any) -> Any:
             f"{step.call.op}{place} computes in {step.call.dtype}, but the certificate is for "
             f"{near.arithmetic.name}; remove the cast"
         )
+    _check_constants(step, near.arithmetic, place)
     error = rule(step, near, first)
+    kinds = isinstance(error, int | float | np.number | np.ndarray)
+    if not kinds or not bool((np.asarray(error) >= 0).all() or np.isnan(error).any()):
+        raise NotProved(
+            f"the bound on the rounding of {step.call.op}{place} must be a number or an array of "
+            f"numbers, 0 or larger, but it is {error!r}; mend its function"
+        )
     if not isinstance(result, list):
         return first.rounded(error)
     return [v.rounded(error) if v.lipschitz < math.inf else v for v in result]
+
+
+ARITHMETIC = {
+    f"aten.{name}{place}" for name in ("add", "sub", "rsub", "mul", "div") for place in ("", "_")
+}
+"""Operations whose bounds count the rounding of a number or of a tensor without axes."""
+
+
+def _check_constants(step: Step, arithmetic: Arithmetic, place: str) -> None:
+    """Check that constants have the same value in the format of the network.
+
+    Raises:
+        NotProved: If a constant is rounded to a value that the bounds do not count.
+    """
+    for name, argument in step.arguments.items():
+        for leaf in [] if name in ("index", "indices", "mask") else tree_leaves(argument):
+            if isinstance(leaf, float) and 0 < abs(leaf) < arithmetic.tiny:
+                raise NotProved(
+                    f"{step.call.op}{place} has the number {leaf:g}, which is below the smallest "
+                    f"normal number of {arithmetic.name}; use a larger one"
+                )
+            if not isinstance(leaf, Tensor) or leaf.dtype in (arithmetic.dtype, torch.bool):
+                continue
+            counted = not leaf.ndim and step.call.op in ARITHMETIC
+            tiny = bool(((leaf != 0) & (leaf.abs() < arithmetic.tiny)).any())
+            same = leaf.to(arithmetic.dtype).to(leaf.dtype) == leaf
+            if tiny or not (counted or bool(same.all())):
+                raise NotProved(
+                    f"{step.call.op}{place} has a constant of type {leaf.dtype} that "
+                    f"{arithmetic.name} does not represent; convert it to {arithmetic.name}"
+                )
 
 
 def root(shape: Sequence[int]) -> float:
@@ -231,12 +295,9 @@ _exact(
     "alpha_dropout", "maximum", "minimum", "max", "min", "amax", "amin", "max_pool1d",
     "max_pool2d", "max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices",
     "max_pool3d_with_indices", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
 )  # fmt: skip
 _relative(ELEMENTARY, "tanh", "erf", "atan", "asinh")
 _relative(2 * ELEMENTARY, "sigmoid")
-_relative(3 * ELEMENTARY, "silu", "silu_")
 _relative(4, "softsign", "leaky_relu", "leaky_relu_", "prelu", "_prelu_kernel", "rrelu")
 _relative(3, "mul", "mul_")
 _relative(5, "div", "div_")
@@ -249,6 +310,52 @@ _refused(
     "the operation has no Lipschitz constant", "hardshrink", "round", "sign", "floor", "ceil",
     "trunc", "scaled_dot_product_attention",
 )  # fmt: skip
+
+
+@register_rounding("aten.upsample_nearest1d", "aten.upsample_nearest2d",
+                   "aten.upsample_nearest3d", "aten._upsample_nearest_exact1d",
+                   "aten._upsample_nearest_exact2d", "aten._upsample_nearest_exact3d")  # fmt: skip
+def _nearest(step: Step, near: Near, result: Value) -> Error:
+    """Repeating every pixel the same number of times is exact; other positions are rounded."""
+    before, after = step.only().shape[2:], step.shape[2:]
+    if not all(
+        _repeats(step, axis, n, m) for axis, (n, m) in enumerate(zip(before, after, strict=False))
+    ):
+        raise NotProved(
+            f"{step.call.op} from {tuple(before)} to {tuple(after)} pixels rounds positions, so "
+            f"float32 and float64 may take different pixels; use repeat_interleave"
+        )
+    return 0.0
+
+
+def _repeats(step: Step, axis: int, before: int, after: int) -> bool:
+    """Tell whether every pixel is repeated along an axis, in both formats, alone and batched."""
+    if after % before:
+        return False
+    shape = step.only().shape
+    line = [-1 if a == axis + 2 else 1 for a in range(len(shape))]
+    exact = torch.arange(before).repeat_interleave(after // before).reshape(line)
+    operation = getattr(torch.ops.aten, step.call.op.removeprefix("aten."))
+    run = getattr(operation, step.call.overload)
+    names = [argument.name for argument in step.call.schema.arguments]
+
+    def resized(pixels: Tensor) -> Tensor:
+        given: Tensor = run(pixels, *[step.arguments[name] for name in names[1:]])
+        return given
+
+    for dtype in (torch.float32, torch.float64):
+        pixels = torch.arange(before, dtype=dtype).reshape(line).expand(1, 1, *shape[2:])
+        for seen in (resized(pixels), torch.func.vmap(resized)(pixels[None])[0]):
+            if not bool((seen == exact).all()):
+                return False
+    return True
+
+
+@register_rounding("aten.silu", "aten.silu_")
+def _silu(step: Step, near: Near, result: Value) -> Error:
+    """x/(1 + exp(−x)) has a small relative error, but is 0 where the exponential overflows."""
+    gone = scaled(4 / near.arithmetic.largest, near.size(step.only()))
+    return total(near.relative(step, result, 3 * ELEMENTARY), gone)
 
 
 def _numbers(step: Step, near: Near, *names: str) -> Error:
@@ -323,12 +430,22 @@ def _sums(step: Step, near: Near, result: Value) -> Error:
     gain = near.gains.get(name, math.inf)
     if name not in near.absolute:
         return math.inf
-    count = terms(step, value) + 8  # bias, factors α and β, the mean's division, their numbers
+    for factor in ("alpha", "beta"):
+        if step.arguments.get(factor) not in (None, 1):
+            raise NotProved(
+                f"{step.call.op} with {factor}={step.arguments[factor]} may multiply by it before "
+                f"or after the sum; multiply the weight instead"
+            )
+    products = terms(step, value)
+    count = products + 8  # bias, the mean's division and its number
     size = up(near.absolute[name] + scaled(gain, near.moved(value)))
     tensors = [t for t in tree_leaves(list(step.arguments.values())) if isinstance(t, Tensor)]
     weight = max((float(t.abs().max()) for t in tensors if t.numel()), default=1.0)
     lost = scaled(up(near.lost(step.shape, count) * 2), total(2.0 + weight, near.size(value)))
-    return near.checked(total(scaled(near.arithmetic.gamma(count), size), lost), size)
+    mean = "pool" in step.call.op or "mean" in step.call.op  # it divides after the sum
+    divisor = abs(float(step.arguments.get("divisor_override") or 1))
+    largest = scaled(max(products, divisor), size) if mean else size
+    return near.checked(total(scaled(near.arithmetic.gamma(count), size), lost), largest)
 
 
 def terms(step: Step, value: Value) -> float:
@@ -345,6 +462,13 @@ def terms(step: Step, value: Value) -> float:
         if op in ("sum", "mean"):
             return math.prod(value.shape) / max(1, math.prod(step.shape))
         if op == "einsum":
+            letters, _, result = given["equation"].replace(" ", "").partition("->")
+            place = next(i for i, o in enumerate(given["tensors"]) if isinstance(o, Value))
+            mine = letters.split(",")[place]
+            if any(c not in mine and c not in result for c in letters.replace(",", "")):
+                raise NotProved(
+                    f"einsum {given['equation']!r} sums the constant alone; sum it beforehand"
+                )
             return float(math.prod(value.shape))
         return float(max(value.shape, default=1))  # every inner size is one of the value's
     if op == "col2im":
@@ -375,8 +499,11 @@ def _batch_norm(step: Step, near: Near, result: Value) -> Error:
     fixed = up(up(math.sqrt(copies)) * norm_above(shift))
     size = total(scaled(up(float(gains.max()) * (1 + 1e-12)), near.size(value)), fixed)
     lost = scaled(near.lost(result.shape, 16), 1.0 + float(gains.max()))
-    error = total(scaled(near.arithmetic.gamma(16), size), lost)
-    return near.checked(error, size, near.size(value))
+    means = up(up(math.sqrt(copies)) * norm_above(step["running_mean"]))
+    factors = scaled(16 * near.arithmetic.tiny, total(near.size(value), means))  # a may underflow
+    error = total(scaled(near.arithmetic.gamma(16), size), lost, factors)
+    variance = float(step["running_var"].double().max()) + eps
+    return near.checked(error, size, near.size(value), means, variance)
 
 
 ROUNDINGS["aten.cudnn_batch_norm"] = "cuDNN's kernels are not known; use cudnn.enabled = False"
@@ -406,7 +533,8 @@ def _normalization(step: Step, near: Near, result: Value) -> Error:
     share = np.where(off <= eps / 8, total(off / eps, gamma(16)), math.inf)
     constant = near.sizes(bias, ()) if bias is None else norm_above(bias) * whole
     out = total(up(steep * whole), constant)
-    error = total(shift, scaled(up(steep * whole), share), scaled(gamma(8), out),
+    factors = scaled(32 * near.arithmetic.tiny, size)  # γ/√(var + ε) may underflow
+    error = total(shift, scaled(up(steep * whole), share), scaled(gamma(8), out), factors,
                   scaled(near.lost(value.shape, 16 * count), 1.0 + steep / eps))  # fmt: skip
     return near.checked(error, up(np.asarray(size * size)), out, size)
 
@@ -444,6 +572,9 @@ def _soft(step: Step, near: Near, result: Value) -> Error:
     beta = abs(float(step.arguments.get("beta") or 1.0))
     size = total(near.size(value), up(root(value.shape) / beta))
     error = scaled(near.arithmetic.gamma(3 * ELEMENTARY), size)
+    if "softplus" in step.call.op:  # exp(βx) is computed up to the threshold
+        exponent = np.minimum(beta * near.size(value), abs(float(step["threshold"])) * 1.001)
+        error = np.where(exponent < 0.99 * math.log(near.arithmetic.largest), error, math.inf)
     return near.checked(total(error, near.lost(value.shape, 8 * (1 + 1 / beta))), size)
 
 

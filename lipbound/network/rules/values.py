@@ -297,6 +297,13 @@ def register_rule(*ops: str) -> Callable[[Rule], Rule]:
         >>> _ = RULES.pop("mylib.halve")
     """
 
+    for op in ops:
+        if not isinstance(op, str) or "." not in op or "::" in op:
+            raise ValueError(
+                f"register_rule: {op!r} is not the name of an operation; write library and name "
+                f"with a dot, for example 'mylib.halve'"
+            )
+
     def add(rule: Rule) -> Rule:
         for op in ops:
             RULES[op] = rule
@@ -372,6 +379,8 @@ def _ruled(step: Step) -> Any:
         first = (str(e).strip() or type(e).__name__).splitlines()[0][:120]
         raise Unbounded(f"its rule cannot read these arguments ({first})") from e
     if isinstance(result, int | float):
+        if result < 0:
+            raise Unbounded(f"its rule returns the negative constant {result}")
         value = step.only()
         others = [a for a in list(step.arguments.values())[:1] if a is not value]
         if step.call.op.startswith("aten.") and others:
