@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         audit,
         certified_accuracy,
         certify,
+        ordinary_kernels,
         register_rounding,
         register_rule,
     )
@@ -47,6 +48,7 @@ __all__ = [
     "estimate",
     "exact",
     "lipschitz",
+    "ordinary_kernels",
     "register_rounding",
     "register_rule",
     "symbol",
@@ -64,6 +66,7 @@ _HOMES = {
         "audit",
         "certified_accuracy",
         "certify",
+        "ordinary_kernels",
         "register_rounding",
         "register_rule",
     ),

@@ -4,6 +4,7 @@ from lipbound.network.accuracy import CertifiedAccuracy, certified_accuracy
 from lipbound.network.audits import audit
 from lipbound.network.certificates import certify
 from lipbound.network.findings import Audit
+from lipbound.network.kernels import ordinary_kernels
 from lipbound.network.rules import register_rule
 from lipbound.network.rules.rounding import register_rounding
 
@@ -13,6 +14,7 @@ __all__ = [
     "audit",
     "certified_accuracy",
     "certify",
+    "ordinary_kernels",
     "register_rounding",
     "register_rule",
 ]

@@ -33,7 +33,16 @@ PRODUCTS: dict[str, Any] = {
 def ordinary_kernels() -> Iterator[None]:
     """Let PyTorch use only kernels that compute ordinary sums of products.
 
+    It switches off cuDNN, NNPACK, TF32 and bfloat16 products, and restores the settings at the end.
     A network that is certified as it runs in float32 or float64 must also be run like this.
+
+    Example:
+        >>> model, image = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), torch.ones(1, 1, 3, 3)
+        >>> from lipbound import audit, certify
+        >>> report = audit(model, (1, 3, 3))
+        >>> with ordinary_kernels():
+        ...     radius = certify(model, report, image, "float32")
+        ...     logits = model(image)
     """
     before = {name: setting.fp32_precision for name, setting in PRODUCTS.items()}
     with torch.backends.cudnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):

@@ -52,7 +52,7 @@ footer { color: #888; font-size: .85rem; }
 def certificate_table(record: Record, radii: Iterable[float]) -> None:
     """Print certified accuracies with intervals, beside the accuracy under attack."""
     table = titled(title_of(record))
-    for name in HEADINGS:
+    for name in _headings(record):
         table.add_column(name, justify="right", no_wrap=True)
     for cells in certificate_rows(record, radii):
         table.add_row(*cells)
@@ -61,15 +61,20 @@ def certificate_table(record: Record, radii: Iterable[float]) -> None:
         echo(sentence)
 
 
+def _headings(record: Record) -> tuple[str, ...]:
+    return HEADINGS if record.get("attacked") else HEADINGS[:-2]
+
+
 def certificate_rows(record: Record, radii: Iterable[float]) -> list[list[str]]:
     """Return radius, certified accuracy, interval, worst class, and both for attacked images."""
     names = {f"{radius:.6f}": radius_name(radius) for radius in radii}
-    rows = [_certified("0 (clean)", record["clean"], "", "", "")]
+    count = len(_headings(record))
+    rows = [_certified("0 (clean)", record["clean"], "", "", "")[:count]]
     for radius, found in record["certified"].items():
         worst = min(share for share in found["by_class"] if share is not None)
         attack = record.get("attacked", {}).get(radius)
         both = [f"{100 * attack[k]:.1f} %" if attack else "" for k in ("accuracy", "proved")]
-        rows.append(_certified(names[radius], found, f"{100 * worst:.1f} %", *both))
+        rows.append(_certified(names[radius], found, f"{100 * worst:.1f} %", *both)[:count])
     return rows
 
 
@@ -105,9 +110,9 @@ def certificate_words(record: Record) -> list[str]:
     ]
     if record.get("rounding") is not None:
         words.append(
-            f"Rounding changes the logits by at most {record['rounding']:.1e} (median over the "
-            f"images, in L2). It alone takes the certificate from {record['lost_to_rounding']} "
-            f"images."
+            f"Proved bound on the rounding of the logits (L2), median over the images: "
+            f"{record['rounding']:.1e}. Rounding alone makes the radius of "
+            f"{record['lost_to_rounding']} correct images 0."
         )
     if record["arithmetic"].startswith("the network as it runs"):
         words.append(
@@ -132,7 +137,7 @@ def certificate_page(record: dict[str, Any], radii: Iterable[float]) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE).render(
         title=title_of(record),
-        headings=HEADINGS,
+        headings=_headings(record),
         record=record,
         rows=certificate_rows(record, radii),
         words=certificate_words(record),
