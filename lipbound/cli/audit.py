@@ -44,7 +44,8 @@ def audit(
     effort: Annotated[
         str,
         typer.Option(
-            help="normal or high. 'high' gives residual networks a tighter bound and takes minutes."
+            help="normal or high. 'high' bounds chains of layers together by LipSDP, which is "
+            "tighter and takes minutes."
         ),
     ] = "normal",
     method: Annotated[

@@ -49,8 +49,8 @@ def audit(
         input_shape: Shape ``(channels, *spatial)`` of one input. Default: bound only the layers.
         rtol: Relative width of the layers' certified intervals.
         inputs: Batch at which to search for large Jacobian norms. Default: random inputs.
-        effort: ``'high'`` bounds each residual block of a chain by two weighted norms
-            (:mod:`lipbound.network.blocks`), which takes minutes and can gain orders of magnitude.
+        effort: ``'high'`` bounds chains of linear maps and activations by LipSDP, which takes
+            minutes and can gain orders of magnitude.
         method: Name in ``BOUNDS`` of the bound to use for each convolution.
         search: Number of inputs at which to search for the lower bound; 0 for no search.
         seed: Seed of the random inputs.

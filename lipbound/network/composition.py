@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lipbound.bounds import bracket
-from lipbound.bounds.rounding import norm_above
-from lipbound.network.blocks import certified, find_chain, optimised
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 from lipbound.network.findings import Audit, StepReport, joined
 from lipbound.network.graph import Call, Graph
+from lipbound.network.lipsdp.cover import NotPositive
+from lipbound.network.lipsdp.gains import Gain, gain
+from lipbound.network.lipsdp.reading import runs
 from lipbound.network.rules import Options, Value, follow
 from lipbound.network.rules.values import root_sum_of_errors, up
-from lipbound.runtime import Progress, silent
+from lipbound.runtime import OutOfTime, Progress, silent
 
 
 def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audit:
@@ -62,28 +65,64 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
             audit, features=last.anchor.lipschitz, head=last.conv.kernel,
             features_error=float(last.anchor.error), head_error=last.error,
         )  # fmt: skip
-    return audit if options.effort == "normal" else _weighted(audit, outputs, options, progress)
+    if options.effort == "normal":
+        return audit
+    return _tightened(graph, audit, values, options, progress)
 
 
-def _weighted(
-    audit: Audit, outputs: Sequence[Value], options: Options, progress: Progress
+def _tightened(
+    graph: Graph, audit: Audit, values: dict[str, Any], options: Options, progress: Progress
 ) -> Audit:
-    """Use the bound by weighted blocks if the network is a chain of them and it is smaller."""
-    exact = len(outputs) == 1 and not audit.error
-    chain = find_chain(outputs[0]) if exact else None
-    if chain is None:
-        note = "effort='high' had no effect: the network is not a chain of residual blocks"
-        return replace(audit, note=joined(audit.note, note))
-    features, head = certified(chain, optimised(chain, progress=progress), options.rtol, progress)
-    matrix = bracket(head, options.rtol)
-    upper = up(features * up(matrix.upper * (1 + 2.0**-40)))
-    note = f"effort='high' used two weighted norms in each of {len(chain.blocks)} residual blocks"
-    note = note if upper < audit.upper else f"{note}, but did not lower the bound"
-    note = joined(audit.note, note)
-    if upper >= audit.upper:
-        return replace(audit, note=note)
-    lost = up(2.0**-48 * norm_above(head) + head.numel() * 2.0**-1074)
-    return replace(audit, upper=upper, features=features, head=head, note=note, head_error=lost)
+    """Bound the chains of linear maps and activations by LipSDP, and everything else as before."""
+    if len(graph.outputs) != 1 or not audit.upper < math.inf:
+        why = audit.reason or "it has several outputs"
+        return _noted(audit, f"effort='high' had no effect: {why}")
+    output = values[graph.outputs[0]]
+    found, left_out = runs(output, _device(graph))
+    gains: dict[int, tuple[Value, Gain]] = {}
+    for run in found:
+        try:
+            gains[id(run.result)] = run.source, gain(run, progress)
+        except NotPositive as error:
+            left_out.append(f"{_named(run.source, graph, values)}: {error}")
+        except OutOfTime:
+            left_out.append("the time limit passed before the proof was complete")
+    names = {id(value): name for name, value in reversed(values.items())}
+    again: dict[str, Any] = {name: values[name] for name in graph.inputs}
+    lowered = False
+    for call in graph.calls:
+        new = follow(call, again, options)
+        old = values[call.name]
+        if id(old) in gains:
+            source, proved = gains[id(old)]
+            constant = up(proved.lipschitz * again[names[id(source)]].lipschitz)
+            if constant < new.lipschitz:
+                new, lowered = Value(new.shape, constant, origin=new.origin), True
+        again[call.name] = new
+    upper = again[graph.outputs[0]].lipschitz
+    centres = sum(proved.centres for _, proved in gains.values())
+    parts = ", ".join(left_out)
+    said = f"effort='high' proved LipSDP at {centres:,} frequencies" if gains else ""
+    if not (lowered and upper < audit.upper):
+        said = joined(said, "effort='high' did not lower the bound")
+    said = joined(said, f"not part of a chain: {parts}" if parts else "")
+    return _noted(replace(audit, upper=min(upper, audit.upper)), said)
+
+
+def _noted(audit: Audit, note: str) -> Audit:
+    return replace(audit, note=joined(audit.note, note))
+
+
+def _named(value: Value, graph: Graph, values: dict[str, Any]) -> str:
+    name = next((name for name, other in values.items() if other is value), "")
+    return next((call.module for call in graph.calls if call.name == name and call.module), name)
+
+
+def _device(graph: Graph) -> torch.device:
+    """Return the device of the network's weights."""
+    leaves = (leaf for call in graph.calls for leaf in tree_leaves((call.args, call.kwargs)))
+    found = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
+    return found or torch.device("cpu")
 
 
 def _shown(call: Call, ops: dict[str, str]) -> str:

@@ -165,7 +165,8 @@ def batch_norm(step: Step) -> Any:
         raise Unbounded("BatchNorm's statistics or weights do not give finite gains")
     result = _scaled(value, gains, step) if value.linear is not None else None
     if result is None:
-        result = value.times(up(float(gains.abs().max()) * (1 + 1e-15)), step.call.shape)
+        result = value.times(up(float(gains.abs().max()) * (1 + 1e-15)), value.shape)
+        result.origin = step
     return result if step.call.results == 1 else [result] * step.call.results
 
 

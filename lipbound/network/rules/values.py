@@ -30,7 +30,7 @@ class Options:
 
     Attributes:
         rtol: Relative width of the layers' certified intervals.
-        effort: ``'high'`` to bound residual blocks by weighted norms, else ``'normal'``.
+        effort: ``'high'`` to bound chains by LipSDP, else ``'normal'``.
         method: Name of the bound to use for each layer.
         done: Intervals found so far, by a key of the layer.
         notes: Assumptions to report to the user.
@@ -64,9 +64,11 @@ def layer_bracket(layer: Layer, options: Options) -> Bracket:
     if known is not None:
         return known
     if options.method == "spectral" or conv.dims == 0:
-        return bracket(conv, options.rtol)
-    upper = float(bound(conv, options.method).detach())
-    return Bracket(0.0, upper, (), 0)
+        found = bracket(conv, options.rtol)
+    else:
+        found = Bracket(0.0, float(bound(conv, options.method).detach()), (), 0)
+    options.keep(layer, found)
+    return found
 
 
 @dataclass(eq=False)

@@ -1,0 +1,1 @@
+"""Bound chains of linear maps and activations by LipSDP, one matrix inequality per frequency."""

@@ -1,0 +1,64 @@
+"""The proved Lipschitz constant of a run of stages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lipbound.network.lipsdp.cover import NotPositive, form_of, prove
+from lipbound.network.lipsdp.multipliers import Fixed, Multipliers, fixed, optimised
+from lipbound.network.lipsdp.reading import Run
+from lipbound.network.rules.values import up
+from lipbound.runtime import Progress, first_line, silent
+
+SLACKS = (0.003, 0.01, 0.03, 0.1, 0.3)
+"""Room to leave in every elimination; tried in this order, because room costs tightness."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A proved Lipschitz constant.
+
+    Attributes:
+        lipschitz: Lipschitz constant of the map from the run's source to its result.
+        centres: Number of frequencies at which matrices were factored.
+    """
+
+    lipschitz: float
+    centres: int
+
+
+def gain(run: Run, progress: Progress = silent) -> Gain:
+    """Choose multipliers for the stages of a run and prove its Lipschitz constant with them.
+
+    Raises:
+        NotPositive: If no stage with some room could be proved.
+        OutOfTime: If the time limit passed before the proof was complete.
+    """
+    multipliers = optimised(run.stages, progress=progress)
+    last = run.stages[-1]
+    weights = torch.ones(last.sizes[-1], dtype=torch.float64, device=last.device)
+    centres, numbers = 0, Fixed(weights, {}, weights)
+    for index in reversed(range(len(run.stages))):
+        numbers, more = _proved(multipliers, index, weights, progress)
+        centres += more
+        if index:
+            weights = multipliers.weights_before(index, numbers)
+    square = float(numbers.source.max())  # all are equal in the first stage
+    return Gain(up(up(math.sqrt(square))), centres)
+
+
+def _proved(
+    multipliers: Multipliers, index: int, weights: torch.Tensor, progress: Progress
+) -> tuple[Fixed, int]:
+    """Return multipliers of one stage with which its inequality is proved at all frequencies."""
+    for slack in SLACKS:
+        try:
+            numbers = fixed(multipliers, index, weights, slack)
+            form = form_of(multipliers.stages[index], numbers)
+            return numbers, prove(form, progress=progress)
+        except (NotPositive, torch.linalg.LinAlgError) as error:
+            failed = NotPositive(first_line(error))
+    raise failed

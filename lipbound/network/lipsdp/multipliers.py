@@ -1,0 +1,357 @@
+r"""Choose the multipliers of the stages: any positive ones give a bound, good ones a small bound.
+
+A stage has variables: its source z₀ and its activations aᵢ = Dᵢuᵢ, where uᵢ is linear in earlier
+variables and the slopes Dᵢ lie in [l, h]. For positive diagonal Tᵢ the form
+
+.. math:: m_i = 2(l + h)\,\mathrm{Re}\, a_i^*T_iu_i - 2a_i^*T_ia_i - 2lh\,u_i^*T_iu_i
+
+is a sum of numbers 2t(h − d)(d − l)|u|² ≥ 0. So if z₀*Pz₀ − y*Xy − Σmᵢ ≥ 0 for all values of the
+variables, where y is the result of the stage, then y*Xy ≤ z₀*Pz₀ on all differences. P of one stage
+is X of the stage before it. The form splits into one for each frequency.
+
+Eliminating the variables from the last to the first gives the smallest P for given multipliers: a
+linear value is replaced by what it is, and an activation by its maximizer. Then
+Tᵢ = λ·exp(tᵢ)·(1 + exp(εᵢ))/2, with λ the largest eigenvalue of exp(−tᵢ/2)·Q·exp(−tᵢ/2), always
+makes the maximum finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipbound.network.lipsdp.laurent import Laurent
+from lipbound.network.lipsdp.stages import Stage
+from lipbound.runtime import Progress, silent, time_is_up
+from lipbound.symbols import grid, radians
+
+STEPS = 200
+EVERY = 10  # steps between searches for the frequencies that decide
+FINE = 35  # samples of the grid on which multipliers are fixed
+Largest = Callable[[Tensor], Tensor]
+"""Maps Hermitian matrices ``(P, n, n)`` ≥ 0 to the logarithm of their largest eigenvalue."""
+
+
+@dataclass
+class Fixed:
+    """Multipliers of one stage: ``weights`` of its result, ``inner`` of activations, ``source``."""
+
+    weights: Tensor  # X: a diagonal (n,)
+    inner: dict[int, Tensor]
+    source: Tensor  # P: a diagonal (n,)
+
+
+class Multipliers:
+    """Free logarithms of the multipliers of consecutive stages.
+
+    The first stage's P is a multiple of the identity, and the last one's X is the identity.
+    """
+
+    def __init__(self, stages: Sequence[Stage]):
+        self.stages = list(stages)
+        device = stages[0].device
+
+        def free(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.float64, device=device, requires_grad=True)
+
+        self.inner = [
+            {i: (free(int(s.ties[i].max()) + 1), free(1)) for i in s.activations} for s in stages
+        ]
+        self.sources = [free(int(s.ties[0].max()) + 1) for s in stages]
+
+    def parameters(self) -> list[Tensor]:
+        pairs = [pair for inner in self.inner for pair in inner.values()]
+        return [*self.sources[1:], *(number for pair in pairs for number in pair)]
+
+    def log_bound(self, shifts: Sequence[Tensor], largest: Largest) -> Tensor:
+        """Return log L² from frequencies ``(P, D)`` of each stage."""
+        logs, weights = torch.zeros((), dtype=torch.float64), None
+        for index in reversed(range(len(self.stages))):
+            stage = self.stages[index]
+            if weights is None:
+                weights = torch.ones(stage.sizes[-1], dtype=torch.float64, device=stage.device)
+            with torch.no_grad():
+                size = weights.max().clamp_min(1e-300)
+            form, _ = eliminated(
+                stage, weights / size, shifts[index], self.inner[index], largest,
+                dtype=torch.complex64,
+            )  # fmt: skip
+            source = self.sources[index][stage.ties[0].to(stage.device)] if index else None
+            level = largest(form if source is None else _weighted(form, source))
+            logs = logs + size.log() + level
+            weights = None
+            if index:
+                weights = self.sources[index].exp()[self._result_ties(index)]
+        return logs
+
+    def _result_ties(self, index: int) -> Tensor:
+        """Return the parameter of a stage's source for each row of the result before it."""
+        before = self.stages[index - 1]
+        return before.ties[-1].to(before.device)
+
+    def weights_before(self, index: int, fixed: Fixed) -> Tensor:
+        """Return X of the stage before a stage with these multipliers."""
+        stage = self.stages[index]
+        first = torch.zeros_like(self.sources[index].detach())
+        first[stage.ties[0].to(stage.device)] = fixed.source
+        return first[self._result_ties(index)]
+
+
+def _weighted(form: Tensor, logs: Tensor) -> Tensor:
+    root = (-logs / 2).exp()
+    return form * (root[:, None] * root[None, :]).to(form.dtype)
+
+
+def eliminated(
+    stage: Stage,
+    weights: Tensor,
+    frequencies: Tensor,
+    parameters: dict[int, tuple[Tensor, Tensor]],
+    largest: Largest,
+    slack: float = 0.0,
+    dtype: torch.dtype = torch.complex128,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return max (y*Xy + Σmᵢ) as a form in the source, ``(P, n, n)``, and the multipliers.
+
+    The form is multiplied by 1 + slack before each elimination.
+    """
+    last = len(stage.sizes) - 1
+    form = Blocks({(last, last): torch.diag(weights).to(dtype)[None]})
+    chosen: dict[int, Tensor] = {}
+    for node in reversed(range(1, last + 1)):
+        if not form.has(node):
+            continue
+        own, across = form.pop(node)
+        if stage.inputs[node] < 0:
+            symbols = [(j, _symbol(op, frequencies, dtype)) for j, op in stage.terms[node]]
+            for j, one in symbols:
+                for k, block in across.items():
+                    # z*Qx + x*Q*z becomes a block of its own, or twice one on the diagonal.
+                    form.add(j, k, _times(block.mH, one).mH * (2.0 if j == k else 1.0))
+                product = _times(own, one)
+                for k, other in symbols:
+                    if k <= j:
+                        form.add(j, k, _times(product.mH, other))
+            continue
+        own = own * (1 + slack)
+        tie = stage.ties[node].to(own.device)
+        shape, excess = parameters[node]
+        level = largest(_weighted(own, shape[tie])) + math.log1p(slack)
+        number = (shape[tie] + level).exp() * (1 + excess.exp()) / 2
+        chosen[node] = number
+        before, slopes = stage.inputs[node], stage.slopes[node]
+        assert slopes is not None
+        low, high = slopes.to(own.device)
+        if before in across:
+            across[before] = across[before] + torch.diag((low + high) * number).to(dtype)
+        else:
+            across[before] = torch.diag((low + high) * number).to(dtype)[None]
+        pivot = torch.diag(2 * number).to(dtype) - own
+        factor, failed = torch.linalg.cholesky_ex(pivot)
+        if bool(failed.any()):  # only for numbers near the end of the range
+            factor = torch.full_like(factor, math.nan)
+        solved = {
+            k: torch.linalg.solve_triangular(factor, r, upper=False) for k, r in across.items()
+        }
+        for j, one in solved.items():
+            for k, other in solved.items():
+                if k <= j:
+                    form.add(j, k, one.mH @ other)
+        if bool((low * high != 0).any()):
+            form.add(before, before, torch.diag(-2 * low * high * number).to(dtype)[None])
+    return form.pop(0)[0] * (1 + slack), chosen
+
+
+class Blocks:
+    """A Hermitian form on several nodes: its blocks on and below the diagonal."""
+
+    def __init__(self, blocks: dict[tuple[int, int], Tensor]):
+        self.blocks = blocks
+
+    def has(self, node: int) -> bool:
+        return (node, node) in self.blocks
+
+    def add(self, row: int, column: int, block: Tensor) -> None:
+        """Add a block, and its adjoint on the other side of the diagonal.
+
+        A block on the diagonal counts by its Hermitian part.
+        """
+        if row < column:
+            row, column, block = column, row, block.mH
+        known = self.blocks.get((row, column))
+        self.blocks[row, column] = block if known is None else known + block
+
+    def pop(self, node: int) -> tuple[Tensor, dict[int, Tensor]]:
+        """Remove the last node; return its own block, and its row of blocks with the others."""
+        own = self.blocks.pop((node, node))
+        own = (own + own.mH) / 2
+        names = [k for j, k in self.blocks if j == node]
+        return own, {k: self.blocks.pop((node, k)) for k in names}
+
+
+def _symbol(op: Laurent, frequencies: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """Return the symbol of an operator, or a number for a multiple of the identity."""
+    if op.multiple is not None:
+        return op.multiple
+    return op.symbol(frequencies, dtype)
+
+
+def _times(block: Tensor, symbol: Tensor | float) -> Tensor:
+    return block * symbol if isinstance(symbol, float) else block @ symbol
+
+
+def exactly(matrices: Tensor) -> Tensor:
+    """Return the logarithm of the largest eigenvalue."""
+    return torch.linalg.eigvalsh(matrices)[..., -1].max().clamp_min(1e-280).log()
+
+
+def smoothly(powers: int) -> Largest:
+    """Return a smooth function that is at least as large."""
+    return lambda matrices: LogSchatten.apply(matrices, powers)
+
+
+def _diagonals(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1).real
+
+
+def _positive(number: Tensor) -> Tensor:
+    """Replace 0 by 1: a layer can be zero."""
+    return number.where(number > 0, 1)
+
+
+class LogSchatten(torch.autograd.Function):
+    """log Σ tr(G^q) / q with q = 2^powers, over Hermitian G ≥ 0, by squaring.
+
+    Powers of G commute, so the gradient needs one matrix product per squaring. It computes in
+    float64, because float32 powers would be subnormal numbers, which are slow.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrices: Tensor, powers: int) -> Tensor:
+        log, kept, scales = 0.0, [], []
+        ctx.own, matrices = matrices.dtype, matrices.to(torch.complex128)
+        for power in range(powers):
+            scale = _positive(_diagonals(matrices).amax())  # no entry is larger
+            matrices = matrices / scale
+            kept.append(matrices)
+            scales.append(scale)
+            log = log + scale.double().log() / 2**power
+            matrices = matrices @ matrices
+        total = _positive(_diagonals(matrices).sum())
+        ctx.save_for_backward(total, *kept, *scales)
+        return log + total.double().log() / 2**powers
+
+    @staticmethod
+    def backward(ctx: Any, grown: Tensor) -> tuple[Tensor, None]:
+        total, *rest = ctx.saved_tensors
+        powers = len(rest) // 2
+        *squared, last = rest[:powers]
+        *scales, scale = rest[powers:]
+        slope = last * (2 / (2**powers * total * scale))
+        for matrices, scale in zip(reversed(squared), reversed(scales), strict=True):
+            slope = matrices @ slope * (2 / scale)
+        return (slope * grown).to(ctx.own), None
+
+
+def frequencies(stage: Stage, samples: int, draw: torch.Generator | None = None) -> Tensor:
+    """Return a grid of frequencies, shifted at random if a generator is given."""
+    operators = [op for terms in stage.terms for _, op in terms]
+    reach = [
+        max((max(abs(op.first[axis]), abs(op.last[axis])) for op in operators), default=0)
+        for axis in range(stage.dims)
+    ]
+    counts = tuple(samples * max(1, r) if r else 1 for r in reach)
+    points = radians(grid(counts, half=True), counts)
+    if draw is not None and stage.dims:
+        points = points + torch.rand(stage.dims, generator=draw, dtype=torch.float64) * (
+            2 * math.pi / torch.tensor(counts, dtype=torch.float64)
+        )
+    return points.to(stage.device)
+
+
+def optimised(
+    stages: Sequence[Stage], steps: int = STEPS, samples: int = 7, progress: Progress = silent
+) -> Multipliers:
+    """Minimize the bound over the multipliers by Adam.
+
+    A coarse grid that is shifted at random misses the highest peaks. So every few steps a finer
+    grid is searched for the frequencies that decide the bound, and these are kept for a while. It
+    stops early when the bound has not fallen for some time.
+    """
+    found = Multipliers(stages)
+    parameters = found.parameters()
+    optimizer = torch.optim.Adam(parameters, 0.08)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 0.002)
+    draw = torch.Generator().manual_seed(0)
+    recent: list[float] = []
+    peaks: list[list[Tensor]] = [[] for _ in stages]
+    for step in progress(range(steps), "multipliers"):
+        if time_is_up() or _settled(recent):  # any multipliers give a valid bound
+            break
+        share = step / steps
+        powers = 5 if share < 0.35 else 6 if share < 0.6 else 7 if share < 0.8 else 8
+        if step % EVERY == EVERY - 1:
+            for kept, new in zip(peaks, deciding(found, samples * 3, draw), strict=True):
+                kept.append(new)
+                del kept[:-3]
+        points = [
+            torch.cat([frequencies(stage, samples, draw), *kept])
+            for stage, kept in zip(stages, peaks, strict=True)
+        ]
+        optimizer.zero_grad()
+        loss = found.log_bound(points, smoothly(powers))
+        if not bool(torch.isfinite(loss)):
+            break
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        recent.append(float(loss.detach()))
+    return found
+
+
+@torch.no_grad()
+def deciding(found: Multipliers, samples: int, draw: torch.Generator) -> list[Tensor]:
+    """Return for each stage the frequencies of a fine grid at which eigenvalues are largest."""
+    stages = found.stages
+    points = [frequencies(stage, samples, draw) for stage in stages]
+    places: list[set[int]] = [set() for _ in stages]
+    current = [len(stages) - 1]
+    counts = [len(stage.activations) + 1 for stage in stages]
+    seen = [0]
+
+    def largest(matrices: Tensor) -> Tensor:
+        values = torch.linalg.eigvalsh(matrices)[..., -1]
+        if len(values) > 1:
+            places[current[0]].add(int(values.argmax()))
+        seen[0] += 1
+        if seen[0] == counts[current[0]]:
+            current[0], seen[0] = current[0] - 1, 0
+        return values.max().double().clamp_min(1e-280).log()
+
+    found.log_bound(points, largest)
+    return [p[sorted(chosen)] for p, chosen in zip(points, places, strict=True)]
+
+
+def _settled(recent: Sequence[float], span: int = 40) -> bool:
+    """Tell whether the mean over the last steps is as high as that before them."""
+    if len(recent) < 3 * span:
+        return False
+    late, soon = sum(recent[-span:]) / span, sum(recent[-2 * span : -span]) / span
+    return late > soon - 1e-4
+
+
+@torch.no_grad()
+def fixed(multipliers: Multipliers, index: int, weights: Tensor, slack: float) -> Fixed:
+    """Return the multipliers of a stage as numbers, which hold on a fine grid with some room."""
+    stage = multipliers.stages[index]
+    points = frequencies(stage, FINE)
+    form, inner = eliminated(stage, weights, points, multipliers.inner[index], exactly, slack)
+    tie = stage.ties[0].to(stage.device)
+    logs = multipliers.sources[index].detach() * (index > 0)
+    level = exactly(_weighted(form, logs[tie])) + math.log1p(slack)
+    return Fixed(weights, inner, (logs + level).exp()[tie])

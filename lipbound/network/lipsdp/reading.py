@@ -1,0 +1,525 @@
+"""Read the values of a network as stages: what the operations compute, however they are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lipbound.geometry import Convolution
+from lipbound.modules import batch_norm_gains
+from lipbound.network.lipsdp.laurent import Laurent
+from lipbound.network.lipsdp.stages import Node, Stage, compiled
+from lipbound.network.rules import RULES, Linear, Step, Value
+from lipbound.network.rules.values import axes, readings, smallest, up
+
+ROWS = 1024  # size of a stage's matrix at which a new stage begins
+# The same numbers, perhaps with other axes.
+SAME = {f"aten.{name}" for name in ("clone", "alias", "detach", "dropout", "feature_dropout",
+        "alpha_dropout", "view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous",
+        "_unsafe_view", "lift_fresh_copy")}  # fmt: skip
+# Activations that never fall: their slopes lie between 0 and the constant of their rule.
+RISING = {f"aten.{name}" for name in ("relu", "relu_", "relu6", "tanh", "hardtanh", "hardtanh_",
+          "sigmoid", "hardsigmoid", "softsign", "elu", "elu_", "celu", "celu_", "selu", "selu_",
+          "atan", "asinh", "erf", "log_sigmoid", "clamp", "clamp_min", "clamp_max",
+          "threshold")}  # fmt: skip
+# x·s(x) with s(x) + s(−x) = 1: the slopes at x and −x add up to 1.
+MIRRORED = {"aten.gelu", "aten.silu", "aten.silu_"}
+EITHER = {"aten.abs", "aten.sin", "aten.cos", "aten.mish", "aten.hardswish", "aten.hardswish_"}
+POOLS = {"aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d",
+         "aten.mean", "aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d",
+         "aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d"}  # fmt: skip
+
+
+class NotRead(Exception):
+    """An operation that is not part of a stage; the message says which and why."""
+
+
+def parents(value: Value) -> list[Value]:
+    """Return the values from which a value is computed; a convolution is merged with its norm."""
+    if value.linear is not None:
+        return [value.linear.anchor]
+    return [] if value.origin is None else value.origin.inputs()
+
+
+def ordered(output: Value) -> list[Value]:
+    """Return all values on which the output depends, each after its parents."""
+    done: dict[int, Value] = {}
+    stack: list[tuple[Value, bool]] = [(output, False)]
+    while stack:
+        value, ready = stack.pop()
+        if id(value) in done:
+            continue
+        if ready:
+            done[id(value)] = value
+            continue
+        stack.append((value, True))
+        stack += [(parent, False) for parent in parents(value) if id(parent) not in done]
+    return list(done.values())
+
+
+def bottlenecks(output: Value) -> list[Value]:
+    """Return the values through which everything passes, from the input to the output."""
+    values = ordered(output)
+    place = {id(value): index for index, value in enumerate(values)}
+    reach = 0
+    last = [0] * len(values)
+    for index, value in enumerate(values):
+        for parent in parents(value):
+            last[place[id(parent)]] = index
+    found = []
+    for index, value in enumerate(values):
+        if reach <= index and (index > 0 or parents(value) == []):
+            found.append(value)
+        reach = max(reach, last[index])
+    return found
+
+
+@dataclass(eq=False)
+class Piece:
+    """The part of a network between two bottlenecks, as nodes; the first is its source.
+
+    Attributes:
+        source: Value at the start.
+        result: Value at the end.
+        nodes: The nodes; the last one is the result.
+        dims: Number of spatial axes of the nodes.
+        flat: Number of pixels of a channel, if the piece only flattens an image; else 0.
+        pooled: Whether the result is the mean of each channel over all pixels.
+    """
+
+    source: Value
+    result: Value
+    dims: int
+    nodes: list[Node] = field(default_factory=list)
+    flat: int = 0
+    pooled: bool = False
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether it multiplies each pixel by a matrix."""
+        operators = [(op, stride) for node in self.nodes for _, op, stride in node.terms]
+        linear = all(node.input < 0 for node in self.nodes)
+        return linear and all(op.at_one_place and not any(t > 1 for t in s) for op, s in operators)
+
+
+def _spatial(value: Value) -> tuple[int, ...]:
+    return tuple(value.shape[2:])
+
+
+def _is_pool(step: Step) -> bool:
+    """Whether a step is the mean of each channel over all its pixels."""
+    if step.call.op not in POOLS:
+        return False
+    before, after = step.only().shape, step.shape
+    if len(before) < 3 or before[0] != 1 or after[:2] != before[:2]:
+        return False
+    if step.call.op == "aten.mean":
+        dims = {int(d) % len(before) for d in step.arguments.get("dim") or ()}
+        return dims == set(range(2, len(before)))
+    if "adaptive" in step.call.op:
+        return math.prod(after[2:]) == 1
+    count = len(before) - 2
+    whole = tuple(axes(step["kernel_size"], count)) == before[2:]
+    padded = any(axes(step["padding"], count)) or step.arguments.get("divisor_override")
+    return whole and not padded and math.prod(after[2:]) == 1
+
+
+class Reader:
+    """Reads the piece between two values.
+
+    Args:
+        source: The value at the start.
+        result: The value at the end.
+        spills: Whether the source has entries outside the image in the stage before it.
+        device: Device of the operators.
+    """
+
+    def __init__(self, source: Value, result: Value, spills: bool, device: torch.device):
+        self.device = device
+        shape = source.shape
+        if len(shape) < 2 or shape[0] != 1 or not math.prod(shape):
+            raise NotRead(f"its input has no batch axis, its shape is {shape}")
+        self.dims = len(shape) - 2
+        self.piece = Piece(source, result, self.dims)
+        self.memo: dict[int, int] = {id(source): 0}
+        self.piece.nodes.append(Node(shape[1], (1,) * self.dims, spills=spills))
+        if self._flattens():
+            self.piece.flat = math.prod(shape[2:])
+        elif self.read(result) != len(self.piece.nodes) - 1:
+            raise NotRead("the result is computed before other values of the piece")
+
+    def _flattens(self) -> bool:
+        """Whether the piece only changes an image to a vector, channel by channel."""
+        step, before, after = self.piece.result.origin, self.piece.source, self.piece.result
+        if after.linear is not None or step is None or step.call.op not in SAME or not self.dims:
+            return False
+        return after.shape == (1, math.prod(before.shape[1:])) and step.only() is before
+
+    def add_linear(self, channels: int, terms: list[tuple[int, Laurent, tuple[int, ...]]]) -> int:
+        """Add a linear node; an operator that reads beyond the image needs its source cut there."""
+        nodes = self.piece.nodes
+        if not channels:
+            raise NotRead("it has no channels")
+        strides = [
+            tuple(a * b for a, b in zip(nodes[j].stride, s, strict=True)) for j, _, s in terms
+        ]
+        if len({*strides}) != 1:
+            raise NotRead("its terms have different strides")
+        spills = any(nodes[j].spills or not op.at_one_place for j, op, _ in terms)
+        nodes.append(Node(channels, strides[0], terms, spills=spills))
+        return len(nodes) - 1
+
+    def cut(self, node: int) -> int:
+        """Return the node restricted to the image."""
+        nodes = self.piece.nodes
+        if not nodes[node].spills:
+            return node
+        whole = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+        slopes = whole.expand(2, nodes[node].channels)
+        nodes.append(Node(nodes[node].channels, nodes[node].stride, input=node, slopes=slopes))
+        return len(nodes) - 1
+
+    def read(self, value: Value) -> int:
+        """Return the node of a value."""
+        if id(value) not in self.memo:
+            if value.error if isinstance(value.error, float) else True:
+                raise NotRead("it is only near a Lipschitz function")
+            self.memo[id(value)] = self._read(value)
+        return self.memo[id(value)]
+
+    def _read(self, value: Value) -> int:
+        if value.linear is not None:
+            return self._convolution(value, value.linear)
+        step = value.origin
+        if step is None:
+            raise NotRead("it does not depend on the source alone")
+        op = step.call.op
+        if op in ("aten.add", "aten.sub", "aten.add_", "aten.sub_", "aten.rsub"):
+            return self._sum(step)
+        if op in RISING | MIRRORED | EITHER or "leaky_relu" in op or "prelu" in op:
+            return self._activation(step)
+        if op in SAME and step.only().shape == value.shape:
+            return self.read(step.only())
+        if op in ("aten.mul", "aten.mul_", "aten.div", "aten.div_"):
+            return self._product(step)
+        if "batch_norm" in op:
+            return self._batch_norm(step)
+        if op == "aten.slice":
+            return self._slice(step)
+        if value.padding is not None:
+            return self._padded(value)
+        if op == "aten.cat":
+            return self._joined(step)
+        if op in POOLS:
+            return self._pool(step)
+        raise NotRead("it is neither linear nor an activation with bounded slopes")
+
+    def _convolution(self, value: Value, linear: Linear) -> int:
+        conv = linear.conv
+        node = self.read_whole(linear.anchor, conv)
+        if conv.dims != self.dims or conv.padding_mode != "zeros" or conv.transposed:
+            raise NotRead("it is transposed, or its padding is not zero")
+        padded = any(any(pair) for pair in conv.padding)
+        node = self.cut(node) if padded else node
+        taps = dense_kernel(conv)
+        rounded = linear.rounded * 2.0**53
+        op = Laurent.of(taps, [-before for before, _ in conv.padding], rounded, linear.slack)
+        return self.add_linear(taps.shape[0], [(node, op, tuple(conv.stride))])
+
+    def read_whole(self, anchor: Value, conv: Convolution) -> int:
+        """Return the node of a convolution's input, whose channels must be the convolution's."""
+        if len(anchor.shape) != conv.dims + 2 or anchor.shape[0] != 1:
+            raise NotRead("its channels are not on the second axis")
+        return self.read(anchor)
+
+    def _sum(self, step: Step) -> int:
+        alpha = step.arguments.get("alpha")
+        alpha = 1.0 if alpha is None else float(alpha)
+        if alpha not in (1.0, -1.0):
+            raise NotRead(f"alpha={alpha} is not 1")
+        sign = -alpha if "sub" in step.call.op else alpha
+        pair = [(step["self"], 1.0), (step["other"], sign)]
+        if step.call.op == "aten.rsub":
+            pair = [(step["self"], -alpha), (step["other"], 1.0)]
+        terms = []
+        for term, factor in pair:
+            if not isinstance(term, Value):
+                continue
+            if term.shape != step.shape:
+                raise NotRead("a term is broadcast")
+            node = self.read(term)
+            eye = torch.eye(step.shape[1], dtype=torch.float64) * factor
+            operator = Laurent.pointwise(eye.to(self.device), self.dims)
+            terms.append((node, operator, (1,) * self.dims))
+        return self.add_linear(step.shape[1], terms)
+
+    def _activation(self, step: Step) -> int:
+        value = step.only()
+        op = step.call.op
+        node = self.read(value)
+        channels = self.piece.nodes[node].channels
+        if step.shape != value.shape:
+            raise NotRead("its argument is broadcast")
+        if "prelu" in op:
+            weight = step["weight"].detach().double().flatten().cpu().expand(channels)
+            low, high = weight.clamp_max(1.0), weight.clamp_min(1.0)
+        elif "leaky" in op:
+            given = readings(step.arguments.get("negative_slope", 0.01), step.call.dtype)
+            low = torch.full((channels,), min(1.0, *given), dtype=torch.float64)
+            high = torch.full((channels,), max(1.0, *given), dtype=torch.float64)
+        else:
+            gain = RULES[op](step)
+            gain = gain.lipschitz / value.lipschitz if isinstance(gain, Value) else float(gain)
+            if not 0 < gain < math.inf:
+                raise NotRead("its slopes are not known")
+            most = up(up(gain))
+            least = (
+                0.0 if op in RISING else math.nextafter(1 - most, -1) if op in MIRRORED else -most
+            )
+            low = torch.full((channels,), least, dtype=torch.float64)
+            high = torch.full((channels,), most, dtype=torch.float64)
+        if self.piece.nodes[node].spills:
+            low, high = low.clamp_max(0.0), high.clamp_min(0.0)  # the slope is 0 off the image
+        nodes = self.piece.nodes
+        slopes = torch.stack([low, high])
+        nodes.append(Node(channels, nodes[node].stride, input=node, slopes=slopes))
+        return len(nodes) - 1
+
+    def _diagonal(self, value: Value, gains: Tensor, slack: float, roundings: float) -> int:
+        """Add the node of a value whose channels are multiplied by numbers."""
+        node = self.read(value)
+        if len(gains) != self.piece.nodes[node].channels:
+            raise NotRead("its factors are not one for each channel")
+        matrix = torch.diag(gains.to(self.device))
+        operator = Laurent.pointwise(matrix, self.dims, roundings)
+        operator = Laurent(operator.taps, operator.first, operator.size, roundings, slack)
+        return self.add_linear(len(gains), [(node, operator, (1,) * self.dims)])
+
+    def _product(self, step: Step) -> int:
+        one, other = step["self"], step["other"]
+        divided = "div" in step.call.op
+        if isinstance(one, Value) == isinstance(other, Value) or (
+            divided and (isinstance(other, Value) or step.arguments.get("rounding_mode"))
+        ):
+            raise NotRead("it multiplies or divides by an activation")
+        value, factor = (one, other) if isinstance(one, Value) else (other, one)
+        if value.shape != step.shape:
+            raise NotRead("its argument is broadcast")
+        channels = value.shape[1]
+        if isinstance(factor, Tensor) and factor.ndim:
+            shape = [1] * (len(step.shape) - factor.ndim) + list(factor.shape)
+            if any(n != 1 for axis, n in enumerate(shape) if axis != 1):
+                raise NotRead("its factors are not one for each channel")
+            gains = factor.detach().double().flatten().expand(channels).clone()
+            gains = 1 / gains if divided else gains
+            return self._diagonal(value, gains, 0.0, 1.0)
+        known = readings(float(factor), step.call.dtype)
+        if divided:
+            known = [r for number in known for r in readings(1 / number, step.call.dtype)]
+        spread = up(max(known) - min(known))
+        gains = torch.full((channels,), known[0], dtype=torch.float64)
+        return self._diagonal(value, gains, spread, 1.0)
+
+    def _batch_norm(self, step: Step) -> int:
+        value, variance = step["input"], step["running_var"]
+        if step.arguments.get("training") or not isinstance(variance, Tensor):
+            raise NotRead("it has no running statistics")
+        gains = batch_norm_gains(variance, step["weight"], smallest(step["eps"], step.call.dtype))
+        return self._diagonal(value, gains.double(), 0.0, 2.0**5)  # 2^-48 of each gain
+
+    def _slice(self, step: Step) -> int:
+        value = step.only()
+        axis, start = int(step["dim"]) % len(value.shape), int(step["start"] or 0)
+        if axis < 2 or start or (step["end"] or 0) < value.shape[axis]:
+            raise NotRead("it takes a part of an axis")
+        node = self.read(value)
+        eye = torch.eye(value.shape[1], dtype=torch.float64, device=self.device)
+        stride = [1] * self.dims
+        stride[axis - 2] = int(step["step"])
+        return self.add_linear(
+            value.shape[1], [(node, Laurent.pointwise(eye, self.dims), tuple(stride))]
+        )
+
+    def _padded(self, value: Value) -> int:
+        assert value.padding is not None
+        inner, mode, pairs = value.padding
+        if mode != "zeros" or len(pairs) != self.dims + 1 or any(p != (0, 0) for p in pairs[1:]):
+            raise NotRead("it pads more than channels")
+        before, after = pairs[0]
+        node = self.read(inner)
+        eye = torch.eye(inner.shape[1], dtype=torch.float64, device=self.device)
+        matrix = torch.nn.functional.pad(eye, (0, 0, before, after))
+        operator = Laurent.pointwise(matrix, self.dims)
+        return self.add_linear(len(matrix), [(node, operator, (1,) * self.dims)])
+
+    def _joined(self, step: Step) -> int:
+        found = step.inputs()
+        if int(step.arguments.get("dim") or 0) % len(step.shape) != 1:
+            raise NotRead("it joins values along another axis than the channels")
+        if sum(v.shape[1] for v in found) != step.shape[1]:
+            raise NotRead("it joins values with constants")
+        terms, start = [], 0
+        for value in found:
+            count = value.shape[1]
+            matrix = torch.zeros(step.shape[1], count, dtype=torch.float64, device=self.device)
+            matrix[start : start + count] = torch.eye(count, dtype=torch.float64)
+            operator = Laurent.pointwise(matrix, self.dims)
+            terms.append((self.read(value), operator, (1,) * self.dims))
+            start += count
+        return self.add_linear(step.shape[1], terms)
+
+    def _pool(self, step: Step) -> int:
+        value = step.only()
+        channels = value.shape[1]
+        eye = torch.eye(channels, dtype=torch.float64, device=self.device)
+        if _is_pool(step):
+            if step is not self.piece.result.origin:
+                raise NotRead("other values of the same part of the network are not averaged")
+            self.piece.pooled = True
+            # The squared mean of n numbers is at most the sum of their squares over n.
+            node = self.read(value)
+            count = math.prod(value.shape[2:])
+            operator = Laurent.pointwise(eye * up(1 / math.sqrt(count)), self.dims, 4.0)
+            return self.add_linear(channels, [(node, operator, (1,) * self.dims)])
+        if "avg_pool" not in step.call.op or "adaptive" in step.call.op:
+            raise NotRead("it is not an average over windows of one size")
+        sizes = axes(step["kernel_size"], self.dims)
+        stride = axes(step["stride"] or sizes, self.dims)
+        padding = axes(step["padding"], self.dims)
+        if step["ceil_mode"] or (any(padding) and not step["count_include_pad"]):
+            raise NotRead("its windows have different sizes")
+        node = self.read(value)
+        node = self.cut(node) if any(padding) else node
+        divisor = float(step.arguments.get("divisor_override") or math.prod(sizes))
+        ones = torch.ones(sizes, dtype=torch.float64, device=self.device) / divisor
+        taps = eye.reshape(channels, channels, *[1] * self.dims) * ones
+        operator = Laurent.of(taps, [-p for p in padding], 2.0**30)  # 1/count may be a float32
+        return self.add_linear(channels, [(node, operator, tuple(stride))])
+
+
+def dense_kernel(conv: Convolution) -> Tensor:
+    """Return the kernel without groups and without dilation."""
+    kernel = conv.kernel
+    if conv.groups > 1:
+        rows, columns = kernel.shape[:2]
+        whole = kernel.new_zeros(rows, columns * conv.groups, *kernel.shape[2:])
+        share = rows // conv.groups
+        for group in range(conv.groups):
+            part = slice(group * share, (group + 1) * share)
+            whole[part, group * columns : (group + 1) * columns] = kernel[part]
+        kernel = whole
+    if any(a != 1 for a in conv.dilation):
+        sizes = [a * (n - 1) + 1 for a, n in zip(conv.dilation, kernel.shape[2:], strict=True)]
+        wide = kernel.new_zeros(*kernel.shape[:2], *sizes)
+        wide[:, :, *[slice(None, None, a) for a in conv.dilation]] = kernel
+        kernel = wide
+    return kernel
+
+
+def described(value: Value, error: NotRead) -> str:
+    """Say which operation of which module broke the chain, and why."""
+    step = value.origin
+    if step is None:
+        return str(error)
+    place = step.call.module or step.call.source or "the network"
+    return f"{step.call.op} in {place}: {error}"
+
+
+@dataclass(eq=False)
+class Run:
+    """Consecutive stages with their first source and last result."""
+
+    source: Value
+    result: Value
+    stages: list[Stage]
+
+
+def runs(output: Value, device: torch.device) -> tuple[list[Run], list[str]]:
+    """Return the parts of a network that are chains of stages, and what broke the chains."""
+    values = bottlenecks(output)
+    found: list[Run] = []
+    left_out: list[str] = []
+    pieces: list[Piece] = []
+
+    def close() -> None:
+        nodes = [node for piece in pieces for node in piece.nodes]
+        operators = [op for node in nodes for _, op, _ in node.terms]
+        mixes = any(op.multiple is None for op in operators)  # otherwise nothing can be gained
+        if mixes and any(node.input >= 0 for node in nodes):
+            found.append(Run(pieces[0].source, pieces[-1].result, staged(pieces, device)))
+        pieces.clear()
+
+    for source, result in pairwise(values):
+        spills = bool(pieces) and pieces[-1].nodes[-1].spills
+        try:
+            pieces.append(Reader(source, result, spills, device).piece)
+        except NotRead as error:
+            close()
+            left_out.append(described(result, error))
+    close()
+    return found, left_out
+
+
+def staged(pieces: Sequence[Piece], device: torch.device) -> list[Stage]:
+    """Join pieces to stages.
+
+    A new stage begins where pixels are taken with a stride, where an image is flattened or
+    averaged, and where the matrix becomes too large. Linear maps after an average stay in its
+    stage: the squared norm of H times a mean is at most the mean of the squared norms.
+    """
+    stages: list[Stage] = []
+    nodes: list[Node] = []
+    dims, flat, pooled = pieces[0].dims, 1, False
+
+    def close() -> None:
+        nonlocal flat, pooled
+        if len(nodes) > 1:
+            stages.append(compiled(nodes, dims, flat, device))
+            flat = 1
+        nodes.clear()
+        pooled = False
+
+    for piece in pieces:
+        if pooled and (piece.flat == 1 or piece.pointwise):
+            piece = _on_lattice(piece, dims)
+        elif piece.flat:
+            close()
+            flat, dims = piece.flat, 0
+            continue
+        else:
+            size = sum(n.channels for i, n in enumerate(nodes) if i == 0 or n.input >= 0)
+            more = sum(n.channels for n in piece.nodes if n.input >= 0)
+            strided = any(t != 1 for t in piece.nodes[-1].stride)
+            if pooled or piece.dims != dims or strided or size + more > ROWS:
+                close()
+            dims = piece.dims
+        nodes.extend([] if nodes else piece.nodes[:1])
+        offset, base = len(nodes) - 1, nodes[-1].stride
+        for node in piece.nodes[1:]:
+            terms = [(j + offset, op, s) for j, op, s in node.terms]
+            before = node.input + offset if node.input >= 0 else -1
+            stride = tuple(a * b for a, b in zip(base, node.stride, strict=True))
+            nodes.append(replace(node, stride=stride, terms=terms, input=before))
+        pooled = pooled or piece.pooled
+    close()
+    return stages
+
+
+def _on_lattice(piece: Piece, dims: int) -> Piece:
+    """Return a pointwise piece with another number of axes."""
+    ones = (1,) * dims
+
+    def moved(op: Laurent) -> Laurent:
+        taps = op.taps.reshape(*op.taps.shape[:2], *ones)
+        return replace(op, taps=taps, first=(0,) * dims)
+
+    nodes = [
+        replace(node, stride=ones, terms=[(j, moved(op), ones) for j, op, _ in node.terms])
+        for node in piece.nodes
+    ]
+    return replace(piece, nodes=nodes, dims=dims)
