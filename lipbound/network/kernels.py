@@ -45,12 +45,18 @@ def ordinary_kernels() -> Iterator[None]:
         ...     logits = model(image)
     """
     before = {name: setting.fp32_precision for name, setting in PRODUCTS.items()}
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it cannot say what the newer settings above say
+        older = "highest"
     with torch.backends.cudnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
+        torch.set_float32_matmul_precision("highest")  # both must agree, or PyTorch complains
         for setting in PRODUCTS.values():
             setting.fp32_precision = "ieee"
         try:
             yield
         finally:
+            torch.set_float32_matmul_precision(older)
             for name, setting in PRODUCTS.items():
                 setting.fp32_precision = "none"  # as a more general setting says
                 if setting.fp32_precision != before[name]:

@@ -384,3 +384,61 @@ def test_pixels_are_not_taken_for_channels():
     )
     found = audit(model.double().eval(), (3, 4, 4), effort="high", search=0)
     assert "aten.mean" in found.note
+
+
+def lines_pooled(m: nn.Module, x: Tensor) -> Tensor:
+    return m.head(torch.relu(x - 0.9 * nn.functional.avg_pool1d(x, 3, 1, 1)))
+
+
+def columns_pooled(m: nn.Module, x: Tensor) -> Tensor:
+    pooled = nn.functional.avg_pool2d(x, (3,), (1,), (1,)) if x.ndim == 3 else x
+    return m.head(torch.relu(x - 0.9 * pooled))
+
+
+BROKEN = {
+    "avg_pool1d of vectors": (Run(lines_pooled, head=nn.Linear(6, 6)), (6,)),
+    "avg_pool2d of lines": (Run(columns_pooled, head=nn.Conv1d(4, 4, 1)), (4, 5)),
+    "ELU that falls": (
+        Run(lambda m, x: m.head(x - nn.functional.elu(x, -1.0)), head=nn.Linear(3, 3)), (3,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_a_second_reader_broke(name):
+    torch.manual_seed(0)
+    model, shape = BROKEN[name]
+    model = model.double()
+    found = audit(model, shape, effort="high", search=0)
+    truth = jacobian_norm(model, torch.randn(50, *shape, dtype=torch.float64))
+    assert truth <= found.upper * (1 + 1e-12)
+
+
+def test_operations_are_known_by_their_whole_names():
+    assert "aten.leaky_relu" in reading.LEAKY
+    names = reading.LEAKY | reading.PRELU | reading.BATCH_NORM | reading.POOLS | reading.RISING
+    assert all(name.startswith("aten.") for name in names)
+
+
+def test_the_rounding_of_epsilon_is_counted():
+    """The gain with the given ε and with the one in float32 differ, and the rest cancels."""
+    norm = nn.BatchNorm2d(1, eps=2.0**-16 * (1 + 2.0**-25))
+    norm.running_var.zero_()
+    norm.weight.data.fill_(2.0**-8)
+    head = nn.Conv2d(1, 1, 1, bias=False)
+    head.weight.data.fill_(1.0)
+    model = Run(
+        lambda m, x: m.head(torch.relu(x * (1 + 2.0**-22) - m.norm(x))), norm=norm, head=head
+    ).eval()
+    upper = audit(model, (1, 2, 2), effort="high", search=0).upper
+    assert upper >= (1 + 2.0**-22) - 2.0**-8 / math.sqrt(norm.eps)
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e10, 1e20])
+def test_sizes_of_weights_do_not_matter(size):
+    torch.manual_seed(0)
+    model = sequence(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    for layer in (model[0], model[2]):
+        layer.weight.data *= size
+    found = audit(model.double(), (4,), effort="high", search=0)
+    assert jacobian_norm(model, torch.randn(20, 4).double()) <= found.upper < math.inf

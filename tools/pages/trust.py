@@ -293,6 +293,12 @@ When certificates of networks as they run were added, another reader broke them,
 - `certify(logits, report, arithmetic="float32")` ignored the arithmetic, a function of `register_rounding` without a `return` counted as exact, and settings such as `torch.backends.mkldnn.conv.fp32_precision = "bf16"` were overlooked.
 - Our own search had found two more: a factor without axes whose rounding was not counted, and an ε that float32 rounds to 0.
 
+When LipSDP on symbols was added, a reader broke it too, before any release:
+
+- `avg_pool1d` of vectors and `avg_pool2d` of lines were read with the wrong number of axes, ELU with a negative `alpha` was taken for an activation that never falls, and operations were recognized by a part of their names. The bounds were up to 19 times too low.
+- The rounding of BatchNorm's ε in float32 was left out where almost everything cancels: 6 % too low. This also concerned `effort="normal"` for differences of merged branches.
+- Weights of size 1e10 ended in a traceback.
+
 No check sees the following: values that a forward method reads in a hidden way (in another thread, through ctypes or `to_dlpack`), and a network that changes its behaviour later, by a counter in a global variable or by the clock. An audit holds for one precision: a forward method that branches on the dtype of its input is another network in each precision.
 """
 

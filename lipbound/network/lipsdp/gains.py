@@ -37,7 +37,10 @@ def gain(run: Run, progress: Progress = silent) -> Gain:
         NotPositive: If no stage with some room could be proved.
         OutOfTime: If the time limit passed before the proof was complete.
     """
-    multipliers = optimised(run.stages, progress=progress)
+    try:
+        multipliers = optimised(run.stages, progress=progress)
+    except torch.linalg.LinAlgError as error:
+        raise NotPositive(first_line(error)) from error
     last = run.stages[-1]
     weights = torch.ones(last.sizes[-1], dtype=torch.float64, device=last.device)
     centres, numbers = 0, Fixed(weights, {}, weights)

@@ -63,6 +63,9 @@ class Multipliers:
             {i: (free(int(s.ties[i].max()) + 1), free(1)) for i in s.activations} for s in stages
         ]
         self.sources = [free(int(s.ties[0].max()) + 1) for s in stages]
+        sizes = [op.norm() for s in stages for terms in s.terms for _, op in terms]
+        usual = all(1e-3 < size < 1e4 for size in sizes)
+        self.dtype = torch.complex64 if usual else torch.complex128
 
     def parameters(self) -> list[Tensor]:
         pairs = [pair for inner in self.inner for pair in inner.values()]
@@ -79,7 +82,7 @@ class Multipliers:
                 size = weights.max().clamp_min(1e-300)
             form, _ = eliminated(
                 stage, weights / size, shifts[index], self.inner[index], largest,
-                dtype=torch.complex64,
+                dtype=self.dtype,
             )  # fmt: skip
             source = self.sources[index][stage.ties[0].to(stage.device)] if index else None
             level = largest(form if source is None else _weighted(form, source))

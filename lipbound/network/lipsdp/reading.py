@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from lipbound.geometry import Convolution
-from lipbound.modules import batch_norm_gains
 from lipbound.network.lipsdp.laurent import Laurent
 from lipbound.network.lipsdp.stages import Node, Stage, compiled
 from lipbound.network.rules import RULES, Linear, Step, Value
-from lipbound.network.rules.values import axes, readings, smallest, up
+from lipbound.network.rules.linear import folded_gains
+from lipbound.network.rules.values import axes, readings, up
+from lipbound.runtime import first_line
 
 ROWS = 1024  # size of a stage's matrix at which a new stage begins
 # The same numbers, perhaps with other axes.
@@ -30,6 +31,10 @@ RISING = {f"aten.{name}" for name in ("relu", "relu_", "relu6", "tanh", "hardtan
 # x·s(x) with s(x) + s(−x) = 1: the slopes at x and −x add up to 1.
 MIRRORED = {"aten.gelu", "aten.silu", "aten.silu_"}
 EITHER = {"aten.abs", "aten.sin", "aten.cos", "aten.mish", "aten.hardswish", "aten.hardswish_"}
+LEAKY = {"aten.leaky_relu", "aten.leaky_relu_"}
+PRELU = {"aten.prelu", "aten._prelu_kernel"}
+BATCH_NORM = {"aten._native_batch_norm_legit_no_training", "aten.batch_norm",
+              "aten.cudnn_batch_norm", "aten.native_batch_norm"}  # fmt: skip
 POOLS = {"aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d",
          "aten.mean", "aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d",
          "aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d"}  # fmt: skip
@@ -111,9 +116,15 @@ def _spatial(value: Value) -> tuple[int, ...]:
     return tuple(value.shape[2:])
 
 
+def _fits(step: Step) -> bool:
+    """Whether the number of axes in the name of a pooling operation is that of its images."""
+    named = step.call.op[-2] if step.call.op.endswith("d") else ""
+    return not named or int(named) == len(step.only().shape) - 2
+
+
 def _is_pool(step: Step) -> bool:
     """Whether a step is the mean of each channel over all its pixels."""
-    if step.call.op not in POOLS:
+    if step.call.op not in POOLS or not _fits(step):
         return False
     before, after = step.only().shape, step.shape
     if len(before) < 3 or before[0] != 1 or after[:2] != before[:2]:
@@ -201,13 +212,13 @@ class Reader:
         op = step.call.op
         if op in ("aten.add", "aten.sub", "aten.add_", "aten.sub_", "aten.rsub"):
             return self._sum(step)
-        if op in RISING | MIRRORED | EITHER or "leaky_relu" in op or "prelu" in op:
+        if op in RISING | MIRRORED | EITHER | LEAKY | PRELU:
             return self._activation(step)
         if op in SAME and step.only().shape == value.shape:
             return self.read(step.only())
         if op in ("aten.mul", "aten.mul_", "aten.div", "aten.div_"):
             return self._product(step)
-        if "batch_norm" in op:
+        if op in BATCH_NORM:
             return self._batch_norm(step)
         if op == "aten.slice":
             return self._slice(step)
@@ -265,10 +276,10 @@ class Reader:
         channels = self.piece.nodes[node].channels
         if step.shape != value.shape:
             raise NotRead("its argument is broadcast")
-        if "prelu" in op:
+        if op in PRELU:
             weight = step["weight"].detach().double().flatten().cpu().expand(channels)
             low, high = weight.clamp_max(1.0), weight.clamp_min(1.0)
-        elif "leaky" in op:
+        elif op in LEAKY:
             given = readings(step.arguments.get("negative_slope", 0.01), step.call.dtype)
             low = torch.full((channels,), min(1.0, *given), dtype=torch.float64)
             high = torch.full((channels,), max(1.0, *given), dtype=torch.float64)
@@ -278,9 +289,13 @@ class Reader:
             if not 0 < gain < math.inf:
                 raise NotRead("its slopes are not known")
             most = up(up(gain))
-            least = (
-                0.0 if op in RISING else math.nextafter(1 - most, -1) if op in MIRRORED else -most
-            )
+            given = [step.arguments.get(name) for name in ("alpha", "scale", "input_scale")]
+            falls = any(number is not None and number < 0 for number in given)  # of ELU
+            least = -most
+            if op in RISING and not falls:
+                least = 0.0
+            elif op in MIRRORED:
+                least = math.nextafter(1 - most, -1)
             low = torch.full((channels,), least, dtype=torch.float64)
             high = torch.full((channels,), most, dtype=torch.float64)
         if self.piece.nodes[node].spills:
@@ -329,8 +344,8 @@ class Reader:
         value, variance = step["input"], step["running_var"]
         if step.arguments.get("training") or not isinstance(variance, Tensor):
             raise NotRead("it has no running statistics")
-        gains = batch_norm_gains(variance, step["weight"], smallest(step["eps"], step.call.dtype))
-        return self._diagonal(value, gains.double(), 0.0, 2.0**5)  # 2^-48 of each gain
+        gains, spread = folded_gains(step)
+        return self._diagonal(value, gains.double(), spread, 2.0**5)  # 2^-48 of each gain
 
     def _slice(self, step: Step) -> int:
         value = step.only()
@@ -386,7 +401,7 @@ class Reader:
             count = math.prod(value.shape[2:])
             operator = Laurent.pointwise(eye * up(1 / math.sqrt(count)), self.dims, 4.0)
             return self.add_linear(channels, [(node, operator, (1,) * self.dims)])
-        if "avg_pool" not in step.call.op or "adaptive" in step.call.op:
+        if "avg_pool" not in step.call.op or "adaptive" in step.call.op or not _fits(step):
             raise NotRead("it is not an average over windows of one size")
         sizes = axes(step["kernel_size"], self.dims)
         stride = axes(step["stride"] or sizes, self.dims)
@@ -461,6 +476,9 @@ def runs(output: Value, device: torch.device) -> tuple[list[Run], list[str]]:
         except NotRead as error:
             close()
             left_out.append(described(result, error))
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            close()  # an operation with unusual arguments keeps the bound of its rule
+            left_out.append(described(result, NotRead(first_line(error))))
     close()
     return found, left_out
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lipbound.bounds.rounding import norm_above
 from lipbound.network.rules.potentials import made_by, potential_of
 from lipbound.network.rules.values import (
     Step,
@@ -178,13 +180,21 @@ def _merged(step: Step, factor: float) -> Value | None:
     """Bound the sum as one convolution, for each value to which the factor may be rounded."""
     from lipbound.network.rules.linear import sum_of_linears
 
-    found = []
+    found: list[Value] = []
     for alpha in dict.fromkeys(readings(factor, step.call.dtype)):
         pair = (alpha, 1.0) if step.call.op == "aten.rsub" else (1.0, alpha)
-        found.append(sum_of_linears(step["self"], pair[0], step["other"], pair[1], step))
-    if any(merged is None for merged in found):
-        return None
-    return max(found, key=lambda merged: merged.lipschitz)  # type: ignore[union-attr]
+        merged = sum_of_linears(step["self"], pair[0], step["other"], pair[1], step)
+        if merged is None or merged.linear is None:
+            return None
+        found.append(merged)
+    most = max(found, key=lambda merged: merged.lipschitz)
+    kernels = [merged.linear.conv.kernel for merged in found if merged.linear is not None]
+    if len(found) > 1 and most.linear is not None:  # the kernel of one reading stands for all
+        apart = kernels[0] - kernels[1]
+        size = up(math.sqrt(math.prod(apart.shape[2:]))) * norm_above(apart) * (1 + 1e-12)
+        linear = replace(most.linear, slack=up(most.linear.slack + up(size)))
+        most = replace(most, linear=linear)
+    return most
 
 
 def _is_one_plus_abs(value: Value, of: Any) -> bool:

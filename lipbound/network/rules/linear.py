@@ -19,6 +19,7 @@ from lipbound.network.rules.values import (
     Unbounded,
     Value,
     axes,
+    readings,
     register_rule,
     scaled,
     smallest,
@@ -159,18 +160,29 @@ def batch_norm(step: Step) -> Any:
     variance = step["running_var"]
     if step.arguments.get("training") or not isinstance(variance, Tensor):
         raise Unbounded("BatchNorm without running statistics mixes the batch; use .eval()")
-    eps = smallest(step["eps"], step.call.dtype)
-    gains = batch_norm_gains(variance, step["weight"], eps)
+    gains, spread = folded_gains(step)
     if not bool(torch.isfinite(gains).all()):
         raise Unbounded("BatchNorm's statistics or weights do not give finite gains")
-    result = _scaled(value, gains, step) if value.linear is not None else None
+    result = _scaled(value, gains, spread, step) if value.linear is not None else None
     if result is None:
         result = value.times(up(float(gains.abs().max()) * (1 + 1e-15)), value.shape)
         result.origin = step
     return result if step.call.results == 1 else [result] * step.call.results
 
 
-def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
+def folded_gains(step: Step) -> tuple[Tensor, float]:
+    """Return the gains of a BatchNorm, and how much they depend on the rounding of ε."""
+    low = smallest(step["eps"], step.call.dtype)
+    high = max(readings(step["eps"], step.call.dtype))
+    gains = batch_norm_gains(step["running_var"], step["weight"], low)
+    if high == low:
+        return gains, 0.0
+    others = batch_norm_gains(step["running_var"], step["weight"], high)
+    spread = float((gains - others).abs().max()) if gains.numel() else 0.0
+    return gains, up(spread) if math.isfinite(spread) else math.inf
+
+
+def _scaled(value: Value, gains: Tensor, spread: float, step: Step) -> Value | None:
     """Fold the gains of the output channels into the convolution."""
     assert value.linear is not None
     conv, slack = value.linear.conv, value.linear.slack
@@ -188,6 +200,9 @@ def _scaled(value: Value, gains: Tensor, step: Step) -> Value | None:
         return None
     slack = up(slack * float(gains.abs().max()) * (1 + 1e-15)) if slack else 0.0
     slack = slack + _lost(conv.kernel, factor)
+    if spread:  # the norm of the symbol is at most √taps times that of the kernel
+        root = up(math.sqrt(math.prod(conv.kernel.shape[2:])))
+        slack = up(slack + up(up(spread * root) * norm_above(conv.kernel)))
     rounded = value.linear.rounded + 2.0**-48
     linear = Linear(value.linear.anchor, folded, step.options, slack, rounded)
     apart = scaled(up(float(gains.abs().max()) * (1 + 1e-15)), value.apart)
