@@ -289,8 +289,8 @@ class Reader:
             if not 0 < gain < math.inf:
                 raise NotRead("its slopes are not known")
             most = up(up(gain))
-            given = [step.arguments.get(name) for name in ("alpha", "scale", "input_scale")]
-            falls = any(number is not None and number < 0 for number in given)  # of ELU
+            factors = [step.arguments.get(name) for name in ("alpha", "scale", "input_scale")]
+            falls = any(number is not None and number < 0 for number in factors)  # of ELU
             least = -most
             if op in RISING and not falls:
                 least = 0.0
