@@ -80,13 +80,14 @@ def _tightened(
     output = values[graph.outputs[0]]
     found, left_out = runs(output, _device(graph))
     gains: dict[int, tuple[Value, Gain]] = {}
+    failed: list[str] = []
     for run in found:
         try:
             gains[id(run.result)] = run.source, gain(run, progress)
         except NotPositive as error:
-            left_out.append(f"{_named(run.source, graph, values)}: {error}")
+            failed.append(f"{_named(run.source, graph, values)}: {error}")
         except OutOfTime:
-            left_out.append("the time limit passed before the proof was complete")
+            failed.append("the time limit passed before the proof was complete")
     names = {id(value): name for name, value in reversed(values.items())}
     again: dict[str, Any] = {name: values[name] for name in graph.inputs}
     lowered = False
@@ -102,9 +103,11 @@ def _tightened(
     upper = again[graph.outputs[0]].lipschitz
     centres = sum(proved.centres for _, proved in gains.values())
     parts = ", ".join(left_out)
+    without = ", ".join(failed)
     said = f"effort='high' proved LipSDP at {centres:,} frequencies" if gains else ""
     if not (lowered and upper < audit.upper):
         said = joined(said, "effort='high' did not lower the bound")
+    said = joined(said, f"LipSDP gave no bound: {without}" if without else "")
     said = joined(said, f"not part of a chain: {parts}" if parts else "")
     return _noted(replace(audit, upper=min(upper, audit.upper)), said)
 
