@@ -2,15 +2,18 @@
 
     python -m benchmarks.certified --preset fast --seed 0 --data cifar10 --folder DATA --out FILE
     python -m benchmarks.certified --preset fast --held-out 0.1 --set randaugment=1 --name cell
-    python -m benchmarks.certified --average RUN RUN RUN --data cifar10 --folder DATA --out FILE
+    python -m benchmarks.certified --trained RUN RUN RUN --data cifar10 --folder DATA --out FILE
+    python -m benchmarks.certified --trained FILE --autoattack 1000 --data cifar10 --folder DATA
 
-The record holds the certified accuracies at 36, 72 and 108 over 255, every image's radius, and how
-many of the certified images an attack breaks within their own radius (none, if the proof is right).
-With ``--held-out`` the network is trained without a part of the training set and certified on that
-part, to choose settings; the test set is not looked at. A run that was stopped is continued. The
-network is also certified as the mean over each image and its mirror image, and with ``--average``
-the mean of several trained networks is. With ``--keep`` the weights are rounded to float16 and
-written to a file, and the rounded network is the one that is certified.
+The record holds the certified accuracies at 36, 72 and 108 over 255, the radius of every test
+image, and how many of the certified images an attack breaks within their own radius (none, if the
+proof is right). With ``--held-out`` the network is trained without a part of the training set and
+certified on that part, to choose settings; the test set is not looked at. A run that was stopped is
+continued. With ``--keep`` the weights are rounded to float16 and written to a file, and the rounded
+network is the one that is certified. With ``--trained`` nothing is trained: a network trained
+before is certified, or the mean of several. With ``--mirrored`` the mean over each image and its
+mirror image is certified as well. With ``--autoattack`` AutoAttack in L2 attacks images that are
+certified at 36/255, and then images that are certified at 72/255.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from torch import Tensor, nn
 
 from lipbound.files import append, provenance
 from lipbound.modules import in_float64
-from lipbound.network.accuracy import certified_accuracy
+from lipbound.network.accuracy import CertifiedAccuracy, certified_accuracy
 from lipbound.network.audits import audit
+from lipbound.robust.attacks.autoattack import autoattack
 from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.attacks.pgd import margin
@@ -60,7 +64,9 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, help="seconds until a checkpoint is written")
     parser.add_argument("--attacked", type=int, default=1000)
     parser.add_argument("--keep", type=Path, help="file for the network, in float16")
-    parser.add_argument("--average", type=Path, nargs="+", metavar="RUN", help="trained before")
+    parser.add_argument("--trained", type=Path, nargs="+", metavar="RUN", help="or .safetensors")
+    parser.add_argument("--mirrored", action="store_true")
+    parser.add_argument("--autoattack", type=int, default=0, metavar="IMAGES")
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
     given = parser.parse_args()
@@ -70,10 +76,10 @@ def main() -> None:
     data, device = data_set(given.data, given.folder), pick_device(given.device)
     name = given.name or given.preset
     began = time.perf_counter()
-    if given.average:
-        networks = [load_trained(place / "final.safetensors") for place in given.average]
+    if given.trained:
+        networks = [load_trained(place) for place in given.trained]
         members = [network.model.to(device) for network in networks]
-        made: dict[str, Any] = {"runs": [place.name for place in given.average]}
+        made: dict[str, Any] = {"runs": [place.name for place in given.trained]}
         chosen = networks[0].settings
     else:
         place = given.runs / f"{name}-{given.seed}"
@@ -95,6 +101,9 @@ def main() -> None:
         }
     images = certified_images(chosen, data, given.held_out)
     alone = members[0] if len(members) == 1 else Averaged(members, mirror=False)
+    result = proved(alone, images, given.attacked, given.autoattack)
+    if given.held_out:
+        del result["radii"]
     record = {
         "experiment": "certified",
         "name": name,
@@ -102,15 +111,20 @@ def main() -> None:
         "settings": as_dict(chosen),
         **made,
         "weights": sum(p.numel() for member in members for p in member.parameters()),
-        **proved(alone, images, given.attacked),
-        "mirrored": proved(Averaged(members), images, given.attacked // 4, radii=False),
+        **result,
         "wall_seconds": round(time.perf_counter() - began, 1),
         **provenance(str(device), given.seed),
     }
-    for kind, found in (("alone", record), ("mirrored", record["mirrored"])):
+    if given.mirrored:
+        record["mirrored"] = proved(Averaged(members), images, given.attacked // 4)
+        del record["mirrored"]["radii"]
+    for kind in ("alone", "mirrored") if given.mirrored else ("alone",):
+        found = record.get(kind, record)
         shown = [found["clean"], *found["certified"].values()]
         print(name, given.seed, record["images_of"], kind, [part["accuracy"] for part in shown])
         print("broken within their own radius:", found["attacked"])
+    if given.autoattack:
+        print("broken by AutoAttack:", record["autoattack"])
     if given.out is not None:
         append(given.out, record)
 
@@ -130,9 +144,16 @@ def certified_images(chosen: Settings, data: Data, held_out: float) -> tuple[Ten
 
 
 def proved(
-    model: nn.Module, images: tuple[Tensor, Tensor], attacked: int, *, radii: bool = True
+    model: nn.Module, images: tuple[Tensor, Tensor], attacked: int, stronger: int = 0
 ) -> dict[str, Any]:
-    """Return the certified accuracies, and the result of an attack on certified images."""
+    """Return the certified accuracies, and the results of attacks on certified images.
+
+    Args:
+        model: The network.
+        images: Pixels and labels.
+        attacked: Number of images that PGD attacks.
+        stronger: Number of images that AutoAttack attacks at each of two radii.
+    """
     pixels, labels = images
     device = next(model.parameters()).device
     found = audit(model, tuple(pixels.shape[1:]), search=0)
@@ -157,9 +178,31 @@ def proved(
         "certified": {
             f"{radius:.6f}": accuracy(right & (result.certified > radius)) for radius in RADII
         },
-        **({"radii": [round(r, 5) for r in result.certified.tolist()]} if radii else {}),
+        "radii": [round(r, 5) for r in result.certified.tolist()],
         "attacked": {"images": len(chosen), "broken": broken},
+        **({"autoattack": by_autoattack(model, images, result, stronger)} if stronger else {}),
     }
+
+
+def by_autoattack(
+    model: nn.Module, images: tuple[Tensor, Tensor], result: CertifiedAccuracy, count: int
+) -> dict[str, dict[str, int]]:
+    """Attack images that are certified at 36/255 and at 72/255; return how many are broken.
+
+    AutoAttack searches in float32. What it finds is classified again in float64.
+    """
+    device, exact = next(model.parameters()).device, in_float64(model)
+    found = {}
+    for radius in RADII[:2]:
+        chosen = (result.certified > radius).nonzero()[:count, 0]
+        clean, labels = images[0][chosen].to(device).float() / 255, images[1][chosen].to(device)
+        attack = autoattack(model, clean, labels, radius=radius, ball="l2")
+        with torch.no_grad():
+            fell = exact(attack.images.double()).argmax(1) != labels
+        moved = (attack.images.double() - clean.double()).flatten(1).norm(dim=1)
+        broken = int((fell & (moved <= result.certified[chosen].to(moved))).sum())
+        found[f"{radius:.6f}"] = {"images": len(chosen), "broken": broken}
+    return found
 
 
 def fallen(

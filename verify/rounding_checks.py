@@ -9,6 +9,7 @@ float64: the distance must be at most the sum of both bounds.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,10 +110,16 @@ def compare(model: nn.Module, *centres: Tensor, seed: int = 0) -> Compared:
     except NotCaptured:
         return Compared("not captured")
     except NotProved as error:
-        return Compared(f"refused: {str(error).split(' in ')[0]}")
+        return Compared(refused(error))
     except (NoValue, NoOperation) as error:
         return Compared(f"no real value: {error}")
     return result
+
+
+def refused(error: NotProved) -> str:
+    """Return why a network was refused, without its sizes and the name of its module."""
+    said = str(error).split(" in ")[0]
+    return "refused: " + re.sub(r" from \([\d, ]*\) to \([\d, ]*\) pixels", "", said)
 
 
 def length(numbers: NDArray[np.float64]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ def certification(
 
     Returns:
         The record: accuracies with their intervals and by class (``None`` for a class without
-        images), a curve, the bound of the network.
+        images), a curve, the bound of the network, and the seconds that audit and certificates
+        took.
 
     Raises:
         ValueError: If the images do not fit the network, or a radius is not positive.
@@ -63,6 +65,7 @@ def certification(
             raise ValueError(f"radius={radius!r} must be positive and finite")
     if batch < 1:
         raise ValueError(f"batch={batch} must be at least 1")
+    began = time.perf_counter()
     say("audit")
     bounds = audit(network.model.cpu(), network.input_shape, search=0)
     model = network.model.to(device)
@@ -84,6 +87,7 @@ def certification(
         "lipschitz": bounds.upper if math.isfinite(bounds.upper) else None,
         "features": bounds.features if bounds.head is not None else None,
         "reason": bounds.reason,
+        "seconds": round(time.perf_counter() - began, 1),
         **_accuracies(found),
     }
     if attacked:

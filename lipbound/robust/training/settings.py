@@ -232,6 +232,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "schedule": "cosine", "radius": 0.1, "step": 0.25, "check": 200, "certify": 36 / 255,
     },
     "certified-fast": {**CERTIFIED, "minutes": 8.5},
+    "certified-large": {
+        **CERTIFIED, "minutes": 8.5, "loss": "emma+annealing", "margin": 5 * 36 / 255,
+    },
     "certified-cifar": {**CERTIFIED, "minutes": 25.0, "randaugment": 1.0},
 }  # fmt: skip
 """Name → settings that differ from the defaults."""
@@ -240,8 +243,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) -> Settings:
     """Return the settings of a preset, changed by the arm and then by ``changes``.
 
-    For the arm ``certified`` the presets ``digits``, ``fast`` and ``cifar`` mean
-    ``certified-digits``, ``certified-fast`` and ``certified-cifar``.
+    For the arm ``certified`` the presets ``digits``, ``fast``, ``large`` and ``cifar`` mean
+    ``certified-digits``, ``certified-fast``, ``certified-large`` and ``certified-cifar``.
 
     Raises:
         ValueError: If a name is unknown, or a value is out of range or contradicts the arm.
