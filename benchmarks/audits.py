@@ -68,6 +68,7 @@ def run(source: str, effort: str, device: str) -> dict[str, Any]:
         "input_shape": shape,
         "log10_upper": _log10(found.upper),
         "log10_lower": _log10(found.lower),
+        "log10_floor": _log10(found.floor),
         "log10_product": _log10(found.product),
         "log10_paper": _log10(paper(found)),
         "layers": len(found.layers),

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lipbound.modules import in_float64
 from lipbound.network.findings import Audit
-from lipbound.network.graph import Call, Graph, NotCaptured, Reference
+from lipbound.network.graph import Call, Graph, NotCaptured
 from lipbound.network.kernels import ordinary_kernels
-from lipbound.network.rounding import Executed, run_call
+from lipbound.network.rounding import Executed
 from lipbound.network.rules import Value
 from lipbound.network.rules.rounding import NotProved
 from lipbound.robust.models import MODELS
@@ -170,12 +169,7 @@ def run(graph: Graph, point: Tensor) -> dict[str, Any]:
     (name,) = graph.inputs
     values: dict[str, Any] = {name: point}
     for call in graph.calls:
-        given = tree_map(
-            lambda leaf: values[leaf.name] if isinstance(leaf, Reference) else leaf,
-            call.arguments(),
-        )
-        item = call.op == "getitem"
-        values[call.name] = given["0"][given["1"]] if item else run_call(call, given)
+        values[call.name] = call.run(call.given(values))
     return values
 
 

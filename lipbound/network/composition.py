@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lipbound.network.findings import Audit, StepReport, joined
+from lipbound.network.floors import floor
 from lipbound.network.graph import Call, Graph
 from lipbound.network.lipsdp.cover import NotPositive
 from lipbound.network.lipsdp.gains import Gain, gain
@@ -101,6 +102,9 @@ def _tightened(
                 new, lowered = Value(new.shape, constant, origin=new.origin), True
         again[call.name] = new
     upper = again[graph.outputs[0]].lipschitz
+    least = near = 0.0
+    if not left_out and len(graph.inputs) == 1:
+        least, near = floor(graph, values, _device(graph), progress)
     centres = sum(proved.centres for _, proved in gains.values())
     parts = ", ".join(left_out)
     without = ", ".join(failed)
@@ -109,7 +113,10 @@ def _tightened(
         said = joined(said, "effort='high' did not lower the bound")
     said = joined(said, f"LipSDP gave no bound: {without}" if without else "")
     said = joined(said, f"not part of a chain: {parts}" if parts else "")
-    return _noted(replace(audit, upper=min(upper, audit.upper)), said)
+    if near > 0 and not least:
+        seen = f"with freely chosen slopes a Jacobian norm of about {near:.2g} was found"
+        said = joined(said, f"{seen}, but rounding is too large to prove it")
+    return _noted(replace(audit, upper=min(upper, audit.upper), floor=least), said)
 
 
 def _noted(audit: Audit, note: str) -> Audit:

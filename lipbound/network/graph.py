@@ -12,7 +12,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.network.recorder import watched
 
@@ -88,6 +88,35 @@ class Call:
     def references(self) -> list[str]:
         """Return the names of the earlier results that the call reads, in order."""
         return [r.name for r in _references((self.args, self.kwargs))]
+
+    def run(self, given: dict[str, Any]) -> Any:
+        """Run the operation with arguments by name."""
+        if self.schema is None:
+            return given["0"][given["1"]]
+        operation = getattr(getattr(torch.ops, self.op.split(".")[0]), self.op.split(".")[1])
+        overload = getattr(operation, self.overload)
+        args = [given[a.name] for a in self.schema.arguments if not a.kwarg_only]
+        options = {a.name: given[a.name] for a in self.schema.arguments if a.kwarg_only}
+        return overload(*args, **options)
+
+    def given(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments by name, with earlier results in place of the references."""
+        return {
+            name: tree_map(
+                lambda leaf: values[leaf.name] if isinstance(leaf, Reference) else leaf, argument
+            )
+            for name, argument in self.arguments().items()
+        }
+
+    def in_float64(self) -> Call:
+        """Return the call for float64 arguments, with the same numbers."""
+        return replace(self, args=tree_map(_wide, self.args), kwargs=tree_map(_wide, self.kwargs))
+
+
+def _wide(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.double()
+    return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ class Executed:
     def __post_init__(self) -> None:
         with in_eval(self.model):
             self.graph = capture(self.model, [self.example])
-        self.wide = tuple(map(_widened, self.graph.calls))
+        self.wide = tuple(call.in_float64() for call in self.graph.calls)
         self.options = Options()
         for report in self.audit.layers:
             if not isinstance(report.layer, nn.modules.batchnorm._BatchNorm):
@@ -212,21 +212,12 @@ def _absolute(call: Call, values: dict[str, Any], bias: bool = True) -> Tensor:
                 given[name] = torch.zeros((), dtype=torch.float64, device=value.device)
         else:
             given[name] = tree_map(lambda leaf: _size(leaf, values), value)
-    return run_call(call, given)
+    return call.run(given)
 
 
 def _size(leaf: Any, values: dict[str, Any]) -> Any:
     found = values[leaf.name] if isinstance(leaf, Reference) else leaf
     return found.abs() if isinstance(found, Tensor) and found.is_floating_point() else found
-
-
-def run_call(call: Call, given: dict[str, Any]) -> Any:
-    """Run a call with arguments by name."""
-    operation = getattr(getattr(torch.ops, call.op.split(".")[0]), call.op.split(".")[1])
-    overload = getattr(operation, call.overload)
-    args = [given[a.name] for a in call.schema.arguments if not a.kwarg_only]
-    options = {a.name: given[a.name] for a in call.schema.arguments if a.kwarg_only}
-    return overload(*args, **options)
 
 
 def _batch_norm(given: dict[str, Any]) -> Tensor:
@@ -250,17 +241,12 @@ def _sizes(graph: Graph, calls: Sequence[Call]) -> Callable[[Tensor], Any]:
         values: dict[str, Any] = {first: x}
         norms, absolute = {first: _norm(x)}, {}
         for call in calls:
-            if call.op == "getitem":
-                values[call.name] = values[call.args[0].name][call.args[1]]
+            if call.op == "aten._native_batch_norm_legit_no_training":  # unknown to vmap
+                values[call.name] = [_batch_norm(call.given(values))]
             else:
-                given = tree_map(
-                    lambda leaf: values[leaf.name] if isinstance(leaf, Reference) else leaf,
-                    call.arguments(),
-                )
-                plain = call.op == "aten._native_batch_norm_legit_no_training"  # unknown to vmap
-                values[call.name] = [_batch_norm(given)] if plain else run_call(call, given)
-                if _linear(call):
-                    absolute[call.name] = _norm(_absolute(call, values))
+                values[call.name] = call.run(call.given(values))
+            if _linear(call):
+                absolute[call.name] = _norm(_absolute(call, values))
             result = tree_leaves(values[call.name])[0]
             if isinstance(result, Tensor) and result.is_floating_point():
                 norms[call.name] = _norm(result)
@@ -285,17 +271,6 @@ def _up(sizes: dict[str, Tensor]) -> dict[str, Array]:
         name: np.nan_to_num(t.double().cpu().numpy() * ROOM + 1e-300, nan=math.inf, posinf=math.inf)
         for name, t in sizes.items()
     }
-
-
-def _widened(call: Call) -> Call:
-    """Return a call for float64 arguments, with the same numbers."""
-    return replace(call, args=tree_map(_wide, call.args), kwargs=tree_map(_wide, call.kwargs))
-
-
-def _wide(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.double()
-    return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
 
 def check_same_factors(model: nn.Module, wide: Graph, example: Tensor) -> None:

@@ -325,6 +325,11 @@ def summary(audit: Audit) -> list[str]:
             f"certify subtracts this difference"
         )
     lines += filter(None, audit.note.split("; "))
+    if audit.floor > 0:
+        lines.append(
+            f"no method that only knows the slopes of the activations can prove less than "
+            f"{audit.floor:.4g} (10^{log10(audit.floor):.2f})"
+        )
     if audit.lower > 0:
         lines.append(f"lower bound, the largest Jacobian norm found: {audit.lower:.4g}")
     lines.append(
@@ -342,6 +347,7 @@ def audit_json(audit: Audit, title: str) -> str:
         "upper": _finite(audit.upper),
         "error": _finite(audit.error),
         "lower": audit.lower,
+        "floor": audit.floor,
         "product": _finite(audit.product),
         "reason": audit.reason,
         "note": audit.note,

@@ -15,9 +15,9 @@ from zoo import Run, conv
 from lipbound import audit
 from lipbound.network.graph import capture
 from lipbound.network.jacobian import jacobian_norm
-from lipbound.network.lipsdp import cover, gains, multipliers, reading
+from lipbound.network.lipsdp import cover, gains, multipliers, pieces, reading
 from lipbound.network.lipsdp.laurent import Laurent
-from lipbound.network.rules import Options, Value, follow
+from lipbound.network.rules import RULES, Options, Value, follow
 from lipbound.robust.models import ResNet
 from lipbound.toeplitz import operator_matrix
 
@@ -205,6 +205,8 @@ def test_above_every_jacobian_and_below_the_graph(name):
     if name != "unknown middle part":  # a maximum is no slope
         truth = max(truth, *(floor(model, shape, seed) for seed in range(3)))
     assert truth <= high.upper * (1 + 1e-12)
+    assert high.floor <= high.upper
+    assert (high.floor > 0) == (name != "unknown middle part")
     assert ("aten.max_pool2d" in high.note) == (name == "unknown middle part")
 
 
@@ -324,6 +326,26 @@ def test_schatten_norms_and_their_gradients(powers):
     assert torch.autograd.gradcheck(norm, root)
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.3)], ids=["relu", "leaky"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_floor_is_the_largest_jacobian_over_all_slopes(activation, seed):
+    torch.manual_seed(seed)
+    model = sequence(nn.Linear(3, 6), activation, nn.Linear(6, 4)).double()
+    first, last = model[0].weight.detach(), model[2].weight.detach()
+    least = getattr(activation, "negative_slope", 0.0)
+    ends = torch.cartesian_prod(*[torch.tensor([least, 1.0], dtype=torch.float64)] * 6)
+    truth = torch.linalg.matrix_norm(last @ (ends[:, :, None] * first), 2).max()
+    found = audit(model, (3,), effort="high", search=0)
+    assert 0.9 * truth < found.floor <= truth
+    assert found.floor <= found.upper
+
+
+def test_the_floor_of_a_linear_map_is_its_norm():
+    layer = nn.Linear(4, 3).double()
+    found = audit(nn.Sequential(layer, nn.Linear(3, 3).double()), (4,), effort="high", search=0)
+    assert 0.99 * found.upper < found.floor <= found.upper
+
+
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_known_constants_are_tight(scale):
     """Orthogonal matrices with activations of slope 1 somewhere have the product of their norms."""
@@ -414,10 +436,10 @@ def test_what_a_second_reader_broke(name):
     assert truth <= found.upper * (1 + 1e-12)
 
 
-def test_operations_are_known_by_their_whole_names():
-    assert "aten.leaky_relu" in reading.LEAKY
-    names = reading.LEAKY | reading.PRELU | reading.BATCH_NORM | reading.POOLS | reading.RISING
-    assert all(name.startswith("aten.") for name in names)
+@pytest.mark.parametrize("kind", ["SAME", "RISING", "MIRRORED", "EITHER", "LEAKY", "PRELU",
+                                  "BATCH_NORM", "POOLS"])  # fmt: skip
+def test_operations_are_known_by_names_that_have_rules(kind):
+    assert getattr(pieces, kind) <= set(RULES)
 
 
 def test_the_rounding_of_epsilon_is_counted():

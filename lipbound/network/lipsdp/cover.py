@@ -103,7 +103,7 @@ def form_of(stage: Stage, fixed: Fixed) -> Form:
     for i in stage.activations:
         slopes = stage.slopes[i]
         assert slopes is not None
-        low, high = slopes.to(stage.device)
+        low, high = slopes
         before = linear[stage.inputs[i]]
         for j, op in before.items():
             put(i, j, op.scaled(-(low + high) * numbers[i] * scales[i], scales[j]))

@@ -39,9 +39,12 @@ class Laurent:
         return cls(taps, tuple(first), _sums(taps), roundings, slack)
 
     @classmethod
-    def pointwise(cls, matrix: Tensor, dims: int, roundings: float = 0.0) -> Laurent:
+    def pointwise(
+        cls, matrix: Tensor, dims: int, roundings: float = 0.0, slack: float = 0.0
+    ) -> Laurent:
         """The operator that multiplies every pixel by a matrix."""
-        return cls.of(matrix.reshape(*matrix.shape, *[1] * dims), (0,) * dims, roundings)
+        taps = matrix.reshape(*matrix.shape, *[1] * dims)
+        return cls.of(taps, (0,) * dims, roundings, slack)
 
     @property
     def rows(self) -> int:

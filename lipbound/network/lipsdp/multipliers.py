@@ -32,6 +32,7 @@ from lipbound.symbols import grid, radians
 
 STEPS = 200
 EVERY = 10  # steps between searches for the frequencies that decide
+NOTHING = 1e-12  # share of a matrix in the largest eigenvalue that counts as 0
 FINE = 35  # samples of the grid on which multipliers are fixed
 Largest = Callable[[Tensor], Tensor]
 """Maps Hermitian matrices ``(P, n, n)`` ≥ 0 to the logarithm of their largest eigenvalue."""
@@ -71,8 +72,8 @@ class Multipliers:
         pairs = [pair for inner in self.inner for pair in inner.values()]
         return [*self.sources[1:], *(number for pair in pairs for number in pair)]
 
-    def log_bound(self, shifts: Sequence[Tensor], largest: Largest) -> Tensor:
-        """Return log L² from frequencies ``(P, D)`` of each stage."""
+    def log_bound(self, points: Sequence[Tensor], largest: Sequence[Largest]) -> Tensor:
+        """Return log L² from frequencies ``(P, D)`` of each stage, and a function for each."""
         logs, weights = torch.zeros((), dtype=torch.float64), None
         for index in reversed(range(len(self.stages))):
             stage = self.stages[index]
@@ -81,28 +82,20 @@ class Multipliers:
             with torch.no_grad():
                 size = weights.max().clamp_min(1e-300)
             form, _ = eliminated(
-                stage, weights / size, shifts[index], self.inner[index], largest,
+                stage, weights / size, points[index], self.inner[index], largest[index],
                 dtype=self.dtype,
             )  # fmt: skip
-            source = self.sources[index][stage.ties[0].to(stage.device)] if index else None
-            level = largest(form if source is None else _weighted(form, source))
-            logs = logs + size.log() + level
-            weights = None
             if index:
-                weights = self.sources[index].exp()[self._result_ties(index)]
+                form = _weighted(form, self.sources[index][stage.ties[0]])
+                weights = self.sources[index].exp()[self.stages[index - 1].ties[-1]]
+            logs = logs + size.log() + largest[index](form)
         return logs
-
-    def _result_ties(self, index: int) -> Tensor:
-        """Return the parameter of a stage's source for each row of the result before it."""
-        before = self.stages[index - 1]
-        return before.ties[-1].to(before.device)
 
     def weights_before(self, index: int, fixed: Fixed) -> Tensor:
         """Return X of the stage before a stage with these multipliers."""
-        stage = self.stages[index]
-        first = torch.zeros_like(self.sources[index].detach())
-        first[stage.ties[0].to(stage.device)] = fixed.source
-        return first[self._result_ties(index)]
+        numbers = torch.zeros_like(self.sources[index].detach())
+        numbers[self.stages[index].ties[0]] = fixed.source
+        return numbers[self.stages[index - 1].ties[-1]]
 
 
 def _weighted(form: Tensor, logs: Tensor) -> Tensor:
@@ -142,14 +135,14 @@ def eliminated(
                         form.add(j, k, _times(product.mH, other))
             continue
         own = own * (1 + slack)
-        tie = stage.ties[node].to(own.device)
+        tie = stage.ties[node]
         shape, excess = parameters[node]
         level = largest(_weighted(own, shape[tie])) + math.log1p(slack)
         number = (shape[tie] + level).exp() * (1 + excess.exp()) / 2
         chosen[node] = number
         before, slopes = stage.inputs[node], stage.slopes[node]
         assert slopes is not None
-        low, high = slopes.to(own.device)
+        low, high = slopes
         if before in across:
             across[before] = across[before] + torch.diag((low + high) * number).to(dtype)
         else:
@@ -208,9 +201,24 @@ def _times(block: Tensor, symbol: Tensor | float) -> Tensor:
     return block * symbol if isinstance(symbol, float) else block @ symbol
 
 
-def exactly(matrices: Tensor) -> Tensor:
-    """Return the logarithm of the largest eigenvalue."""
-    return torch.linalg.eigvalsh(matrices)[..., -1].max().clamp_min(1e-280).log()
+class Peaks:
+    """The logarithm of the largest eigenvalue of all matrices; remembers which matrix had it."""
+
+    def __init__(self) -> None:
+        self.places: set[int] = set()
+
+    def __call__(self, matrices: Tensor) -> Tensor:
+        above = LogSchatten.traces(matrices, 8)[0] / 2**8  # at least the logarithm of each
+        best, place = torch.full_like(above[0], -math.inf), 0
+        for some in above.argsort(descending=True).split(8):  # eigvalsh is slow
+            if above[some[0]] <= best:
+                break
+            values = torch.linalg.eigvalsh(matrices[some])[:, -1].double().clamp_min(1e-280).log()
+            if values.max() > best:
+                best, place = values.max(), int(some[values.argmax()])
+        if len(matrices) > 1:
+            self.places.add(place)
+        return best
 
 
 def smoothly(powers: int) -> Largest:
@@ -230,35 +238,44 @@ def _positive(number: Tensor) -> Tensor:
 class LogSchatten(torch.autograd.Function):
     """log Σ tr(G^q) / q with q = 2^powers, over Hermitian G ≥ 0, by squaring.
 
-    Powers of G commute, so the gradient needs one matrix product per squaring. It computes in
-    float64, because float32 powers would be subnormal numbers, which are slow.
+    Powers of G commute, so the gradient needs one matrix product per squaring. Each matrix is
+    scaled by itself before it is squared, and matrices that do not matter have gradient 0: so no
+    number becomes subnormal, which is slow.
     """
 
     @staticmethod
-    def forward(ctx: Any, matrices: Tensor, powers: int) -> Tensor:
-        log, kept, scales = 0.0, [], []
-        ctx.own, matrices = matrices.dtype, matrices.to(torch.complex128)
+    def traces(matrices: Tensor, powers: int) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """Return log tr(G^q) for each matrix, and what the gradient needs."""
+        kept, scales = [], []
+        logs = torch.zeros(len(matrices), dtype=torch.float64, device=matrices.device)
         for power in range(powers):
-            scale = _positive(_diagonals(matrices).amax())  # no entry is larger
-            matrices = matrices / scale
+            scale = _positive(_diagonals(matrices).amax(-1))  # no entry is larger
+            matrices = matrices / scale[:, None, None]
             kept.append(matrices)
             scales.append(scale)
-            log = log + scale.double().log() / 2**power
+            logs = logs + scale.double().log() * 2.0 ** (powers - power)
             matrices = matrices @ matrices
-        total = _positive(_diagonals(matrices).sum())
-        ctx.save_for_backward(total, *kept, *scales)
-        return log + total.double().log() / 2**powers
+        total = _positive(_diagonals(matrices).sum(-1))
+        return logs + total.double().log(), total, kept, scales
+
+    @staticmethod
+    def forward(ctx: Any, matrices: Tensor, powers: int) -> Tensor:
+        logs, total, kept, scales = LogSchatten.traces(matrices, powers)
+        ctx.save_for_backward(logs, total, *kept, *scales)
+        return logs.logsumexp(0) / 2**powers
 
     @staticmethod
     def backward(ctx: Any, grown: Tensor) -> tuple[Tensor, None]:
-        total, *rest = ctx.saved_tensors
+        logs, total, *rest = ctx.saved_tensors
         powers = len(rest) // 2
-        *squared, last = rest[:powers]
-        *scales, scale = rest[powers:]
-        slope = last * (2 / (2**powers * total * scale))
-        for matrices, scale in zip(reversed(squared), reversed(scales), strict=True):
-            slope = matrices @ slope * (2 / scale)
-        return (slope * grown).to(ctx.own), None
+        shares = logs.softmax(0)
+        shares = shares.where(shares > NOTHING, 0.0).to(total)
+        slope = None
+        for matrices, scale in zip(reversed(rest[:powers]), reversed(rest[powers:]), strict=True):
+            factor = (2 / scale)[:, None, None]
+            slope = (matrices if slope is None else matrices @ slope) * factor
+        assert slope is not None
+        return slope * (shares * grown / (total * 2**powers))[:, None, None], None
 
 
 def frequencies(stage: Stage, samples: int, draw: torch.Generator | None = None) -> Tensor:
@@ -307,7 +324,7 @@ def optimised(
             for stage, kept in zip(stages, peaks, strict=True)
         ]
         optimizer.zero_grad()
-        loss = found.log_bound(points, smoothly(powers))
+        loss = found.log_bound(points, [smoothly(powers)] * len(stages))
         if not bool(torch.isfinite(loss)):
             break
         loss.backward()
@@ -320,24 +337,10 @@ def optimised(
 @torch.no_grad()
 def deciding(found: Multipliers, samples: int, draw: torch.Generator) -> list[Tensor]:
     """Return for each stage the frequencies of a fine grid at which eigenvalues are largest."""
-    stages = found.stages
-    points = [frequencies(stage, samples, draw) for stage in stages]
-    places: list[set[int]] = [set() for _ in stages]
-    current = [len(stages) - 1]
-    counts = [len(stage.activations) + 1 for stage in stages]
-    seen = [0]
-
-    def largest(matrices: Tensor) -> Tensor:
-        values = torch.linalg.eigvalsh(matrices)[..., -1]
-        if len(values) > 1:
-            places[current[0]].add(int(values.argmax()))
-        seen[0] += 1
-        if seen[0] == counts[current[0]]:
-            current[0], seen[0] = current[0] - 1, 0
-        return values.max().double().clamp_min(1e-280).log()
-
-    found.log_bound(points, largest)
-    return [p[sorted(chosen)] for p, chosen in zip(points, places, strict=True)]
+    points = [frequencies(stage, samples, draw) for stage in found.stages]
+    peaks = [Peaks() for _ in found.stages]
+    found.log_bound(points, peaks)
+    return [p[sorted(peak.places)] for p, peak in zip(points, peaks, strict=True)]
 
 
 def _settled(recent: Sequence[float], span: int = 40) -> bool:
@@ -353,8 +356,8 @@ def fixed(multipliers: Multipliers, index: int, weights: Tensor, slack: float) -
     """Return the multipliers of a stage as numbers, which hold on a fine grid with some room."""
     stage = multipliers.stages[index]
     points = frequencies(stage, FINE)
-    form, inner = eliminated(stage, weights, points, multipliers.inner[index], exactly, slack)
-    tie = stage.ties[0].to(stage.device)
+    form, inner = eliminated(stage, weights, points, multipliers.inner[index], Peaks(), slack)
+    tie = stage.ties[0]
     logs = multipliers.sources[index].detach() * (index > 0)
-    level = exactly(_weighted(form, logs[tie])) + math.log1p(slack)
+    level = Peaks()(_weighted(form, logs[tie])) + math.log1p(slack)
     return Fixed(weights, inner, (logs + level).exp()[tie])

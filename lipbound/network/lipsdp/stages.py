@@ -51,7 +51,7 @@ class Stage:
         terms: For every node, operators on earlier nodes; empty for source and activations.
         inputs: For every node, the node to which its activation is applied, or −1.
         slopes: For every node, the least and greatest slope of each row, or ``None``.
-        device: Device of the operators.
+        device: Device of all tensors.
     """
 
     dims: int
@@ -95,11 +95,15 @@ def compiled(nodes: Sequence[Node], dims: int, flat: int, device: torch.device) 
             ]
         )
     counts = [math.prod(split) for split in phases]
-    ties = [torch.arange(n.channels).repeat(c) for n, c in zip(nodes, counts, strict=True)]
+    ties = [
+        torch.arange(n.channels, device=device).repeat(c)
+        for n, c in zip(nodes, counts, strict=True)
+    ]
     if flat > 1:
-        ties[0] = torch.arange(nodes[0].channels // flat).repeat_interleave(flat)
+        own = torch.arange(nodes[0].channels // flat, device=device)
+        ties[0] = own.repeat_interleave(flat)
     slopes = [
-        None if n.slopes is None else n.slopes.repeat(1, c)
+        None if n.slopes is None else n.slopes.to(device).repeat(1, c)
         for n, c in zip(nodes, counts, strict=True)
     ]
     sizes = [n.channels * c for n, c in zip(nodes, counts, strict=True)]
