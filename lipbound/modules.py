@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +91,11 @@ def check_takes(model: nn.Module, inputs: Tensor) -> None:
         raise ValueError(f"the model does not take inputs of shape {shape}: {said}") from error
 
 
-def bake(module: nn.Module) -> None:
+def bake(module: nn.Module, others: Container[int] = ()) -> None:
     """Replace the parametrized tensors of one module by plain parameters with the same values.
+
+    An optimizer that holds an original parameter keeps it, unless its ``id`` is one of ``others``,
+    which other modules use too.
 
     PyTorch's ``remove_parametrizations`` also removes a property from the module's class. Copies of
     the module share that class, and would break.
@@ -99,13 +105,14 @@ def bake(module: nn.Module) -> None:
     listed = module._modules["parametrizations"]
     assert isinstance(listed, nn.ModuleDict)
     values = {name: getattr(module, name).detach().clone() for name in listed}
-    originals = {name: getattr(listed[name], "original", None) for name in listed}
+    originals: dict[str, Any] = {name: getattr(listed[name], "original", None) for name in listed}
     del module._modules["parametrizations"]
     module.__class__ = type(module).__bases__[0]
     for name, value in values.items():
         original = originals[name]
-        if isinstance(original, nn.Parameter) and original.shape == value.shape:
-            original.data = value  # an optimizer that holds the parameter keeps it
+        own = isinstance(original, nn.Parameter) and id(original) not in others
+        if own and original.shape == value.shape:
+            original.data = value
         else:  # its gradient has another shape too
             original = nn.Parameter(value)
         module.register_parameter(name, original)
@@ -124,6 +131,26 @@ def in_float64(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be copied to float64 ({first_line(error)}); if it uses "
             f"torch.nn.utils.weight_norm, call remove_weight_norm first"
         ) from None
+    everything = {id(parameter) for parameter in exact.parameters()}
     for module in list(exact.modules()):
-        bake(module)
+        bake(module, everything)
     return exact.double()
+
+
+def shared_parameters(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each parameter that several modules hold."""
+    held = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    return {name for name, count in held.items() if count > 1}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a text that changes when a weight or a buffer of a network changes.
+
+    It does not depend on the device, nor on a precision that represents the same numbers.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
+            digest.update(repr(tuple(tensor.shape)).encode())
+            digest.update(tensor.detach().cpu().double().contiguous().numpy().data)
+    return digest.hexdigest()

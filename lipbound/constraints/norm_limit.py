@@ -21,7 +21,7 @@ from lipbound.bounds import BOUNDS, bound, bracket
 from lipbound.constraints.maps import MAPS
 from lipbound.estimates import Climb
 from lipbound.geometry import check_kernel, convolution, named
-from lipbound.modules import bake
+from lipbound.modules import bake, shared_parameters
 from lipbound.registry import unknown
 from lipbound.runtime import widened
 from lipbound.symbols import taps
@@ -302,7 +302,7 @@ def unconstrain(module: M) -> M:
             for constraint in layer.parametrizations["weight"]:  # type: ignore[index]
                 constraint.eval()
             if len(layer.parametrizations) == 1:  # type: ignore[arg-type]
-                bake(layer)
+                bake(layer, shared_parameters(module))
             else:
                 parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
     return module

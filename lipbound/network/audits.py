@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lipbound.geometry import named, own_forward
-from lipbound.modules import check_takes, in_eval
+from lipbound.modules import check_takes, fingerprint, in_eval
 from lipbound.network.capture_check import difference, exceeds
 from lipbound.network.composition import compose
 from lipbound.network.findings import Audit, LayerReport, joined
@@ -88,6 +88,7 @@ def audit(
             reason = "no input shape was given, so only the layers are bounded"
             return replace(found, reason=reason)
         check_takes(model, inputs[:1])  # after the layers, whose errors are clearer
+        found = replace(found, weights=fingerprint(model))
         found = _with_upper(model, inputs, options, found, progress)
         if not search or time_is_up() or found.reason.startswith(ALONE):
             return found
@@ -126,6 +127,7 @@ def _with_upper(
     return replace(
         found,
         layers=alone.layers,
+        weights=alone.weights,
         product=alone.product,
         input_shape=alone.input_shape,
         note=joined(found.note, other, alone.note),

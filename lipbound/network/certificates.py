@@ -11,11 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.bounds.rounding import norms_above
-from lipbound.modules import in_eval, in_float64
+from lipbound.modules import fingerprint, in_eval, in_float64
 from lipbound.network.findings import Audit
 from lipbound.network.jacobian import alone_and_together
 from lipbound.network.kernels import check_kernels, check_runs, ordinary_kernels
-from lipbound.network.rounding import Errors, Executed, Measured, check_same_factors
+from lipbound.network.rounding import (
+    Errors,
+    Executed,
+    Measured,
+    check_recomputed,
+    check_same_factors,
+)
 from lipbound.network.rules.rounding import FORMATS, NotProved
 from lipbound.registry import unknown
 from lipbound.runtime import first_line
@@ -127,6 +133,11 @@ class Certifier:
         if arithmetic not in ("real", *FORMATS):
             raise unknown("arithmetic", arithmetic, ("real", *FORMATS))
         check_runs(model, arithmetic)
+        if audit.weights and audit.weights != fingerprint(model):
+            raise ValueError(
+                f"the audit is not of this {type(model).__name__} with its current weights; audit "
+                f"it again, after its last change"
+            )
         self.source, self.audit, self.arithmetic = model, audit, arithmetic
         self.model = model if arithmetic == "float32" else in_float64(model).eval()
         self.why = ""  # why the rounding is not bounded
@@ -169,19 +180,21 @@ class Certifier:
     def _run(self, inputs: Tensor, compared: int) -> tuple[Tensor, Tensor]:
         """Return the inputs in the network's format, and its logits."""
         own = self.arithmetic == "float32" or self.model is self.source
-        given = inputs if own else inputs.double()
+        given = inputs if own else inputs.double()  # the network may write to a copy
         if self.arithmetic == "float32" and given.dtype != torch.float32:
             raise ValueError(
                 f"the inputs are {given.dtype}, but arithmetic='float32' certifies a network that "
                 f"runs on float32 inputs; use inputs.float()"
             )
         if compared:
-            _check_apart(self.model, given[:compared])
-        return given, _checked(self.model(given))
+            _check_apart(self.model, given[:compared].clone())
+        return given, _checked(self.model(given.clone()))
 
     def _prepared(self, example: Tensor) -> Executed:
         self._executed = Executed(self.model, self.audit, example)
         check_kernels(self._executed.graph, example)
+        if self.arithmetic == "float64":
+            check_recomputed(self.source, self.model)
         if self.arithmetic != "float32":
             own = next(self.source.parameters(), example).dtype
             check_same_factors(self.source, self._executed.graph, example.to(own))

@@ -72,6 +72,7 @@ class Audit:
             the constant ``upper``; 0 unless an operation jumps a little, as torch's softplus does.
         features_error: The same error up to the last layer's input.
         head_error: Bound on the norm of the rounding errors in ``head``, if it was computed.
+        weights: Fingerprint of the network's weights, by which :func:`lipbound.certify` knows them.
         floor: A number below which no method can go that only knows the slopes of the activations,
             as LipSDP does; 0 if none is known. Only ``effort='high'`` looks for it.
     """
@@ -90,6 +91,7 @@ class Audit:
     features_error: float = 0.0
     head_error: float = 0.0
     floor: float = 0.0
+    weights: str = ""
 
     @property
     def bounded_part(self) -> StepReport | None:

@@ -71,7 +71,7 @@ def check_runs(model: nn.Module, arithmetic: str) -> None:
     """
     if arithmetic == "real":
         return
-    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+    if any(_compiled(module) for module in model.modules()):
         raise ValueError(
             f"torch.compile may replace operations, so arithmetic={arithmetic!r} cannot certify "
             f"what it runs; pass the module that you gave to torch.compile"
@@ -86,6 +86,16 @@ def check_runs(model: nn.Module, arithmetic: str) -> None:
             )
 
 
+def _compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to a module or to a function that it holds."""
+    held = [*vars(module).values(), *vars(type(module)).values()]
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or any(hasattr(value, "_torchdynamo_orig_callable") for value in held)
+    )
+
+
 def check_kernels(graph: Graph, example: Tensor) -> None:
     """Check that every sum of products is an ordinary one in the format of its arguments.
 
@@ -93,7 +103,8 @@ def check_kernels(graph: Graph, example: Tensor) -> None:
         NotProved: If a setting of PyTorch allows something else, with what to change.
     """
     device, single = example.device.type, example.dtype == torch.float32
-    if float(torch.tensor([2.0**-127]) * 1.0) == 0:
+    small = {torch.float32: 2.0**-127, torch.float64: 2.0**-1023}
+    if not all(bool((torch.full((64,), n, dtype=kind) * 1.0).all()) for kind, n in small.items()):
         raise NotProved("small numbers are flushed to zero; call torch.set_flush_denormal(False)")
     if device not in ("cpu", "cuda"):
         raise NotProved(f"the kernels of {device!r} are not known; use the CPU or CUDA")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +111,10 @@ class Executed:
         self.wide = tuple(call.in_float64() for call in self.graph.calls)
         self.options = Options()
         for report in self.audit.layers:
-            if not isinstance(report.layer, nn.modules.batchnorm._BatchNorm):
+            if isinstance(report.layer, nn.modules.batchnorm._BatchNorm):
+                continue
+            still = isinstance(report.layer, nn.Module)  # else reading its weight may change it
+            with in_eval(report.layer) if still else nullcontext():
                 self.options.keep(report.layer, report.bracket)
         shapes: dict[str, Any] = {**self.graph.inputs, **{c.name: c.shape for c in self.wide}}
         self.gains = {
@@ -283,14 +288,42 @@ def check_same_factors(model: nn.Module, wide: Graph, example: Tensor) -> None:
     """
     with in_eval(model):
         one, other = capture(model, [example]).calls, wide.calls
+    places = [{call.name: place for place, call in enumerate(calls)} for calls in (one, other)]
     if [call.op for call in one] != [call.op for call in other]:
         raise NotProved("the network runs other operations in float64; audit model.double()")
     for mine, theirs in zip(one, other, strict=True):
+        sources = [
+            [place.get(name) for name in call.references()]
+            for call, place in zip((mine, theirs), places, strict=True)
+        ]
+        if sources[0] != sources[1]:
+            raise NotProved(
+                f"{mine.op} in {mine.module or 'the network'} reads other values in float64; audit "
+                f"model.double() and certify that"
+            )
         if not all(map(_equal, _factors(mine), _factors(theirs))):
             raise NotProved(
                 f"{mine.op} in {mine.module or 'the network'} computes a factor from its weights, "
                 f"which is rounded differently in float64; audit model.double() and certify that"
             )
+
+
+def check_recomputed(model: nn.Module, wide: nn.Module) -> None:
+    """Check that ``model.double()`` has the weights of the copy that is certified.
+
+    Raises:
+        NotProved: If a parametrization computes other weights in float64.
+    """
+    again = dict(copy.deepcopy(model).eval().double().named_modules())
+    for name, module in wide.named_modules():
+        for own, tensor in module.named_parameters(recurse=False):
+            if not torch.equal(getattr(again[name], own), tensor):
+                path = f"{name}.{own}" if name else own
+                raise NotProved(
+                    f"{path} is computed by a parametrization, which gives other numbers in "
+                    f"model.double(); make it a plain weight first (lipbound.unconstrain or "
+                    f"torch.nn.utils.parametrize.remove_parametrizations)"
+                )
 
 
 def _factors(call: Call) -> list[Any]:

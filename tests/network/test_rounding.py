@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from zoo import OPERATIONS, Run
 
 import lipbound
@@ -312,6 +313,38 @@ def other_pixels(m: nn.Module, x: Tensor) -> Tensor:
 
 
 HIGH = torch.tensor([[[2.0**24, 0.0], [2.0**24, 0.0], [0.999, 0.999]]])
+
+
+def overflowing_norm(norm: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """γ/√ε times the mean is above the largest float32, although the result is small."""
+    norm.weight.data.fill_(2e36)
+    return Run(lambda m, x: m.norm(x.reshape(shape)).reshape(1, 2), norm=norm)
+
+
+def writing() -> nn.Module:
+    """The second entry, which rounds the first one, is gone after a run."""
+
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        y = x[:, :1] + x[:, 1:] - x[:, 1:]
+        x.mul_(torch.tensor([1.0, 0.0]))
+        return torch.cat([y, torch.full_like(y, 5.0)], 1)
+
+    return Run(run)
+
+
+def compiled_module() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.compile()
+    return layer
+
+
+def scaled_norm(norm: nn.Module, weight: float, variance: float = 1.0) -> nn.Module:
+    norm.weight.data.fill_(weight)
+    if isinstance(norm, nn.BatchNorm1d):
+        norm.running_var.fill_(variance)
+    return norm.eval()
+
+
 HOLES = {
     "an exponential overflows": (overflowing_softplus(), torch.tensor([[80.0]])),
     "a sum overflows before its division": (overflowing_mean(), torch.full((1, 1024), 3.2e35)),
@@ -331,6 +364,26 @@ HOLES = {
         torch.ones(1, 2),
     ),
     "a number is not normal": (Run(lambda m, x: x * 1.9e-45), torch.tensor([[1e37, 0.0]])),
+    "a number is above the largest": (
+        Run(lambda m, x: torch.cat([torch.relu(x * 1e39) * 1e-20 * 1e-20, x * 0 + 1e-3], 1)),
+        torch.tensor([[-1e-4]]),
+    ),
+    "a constant is above the largest": (
+        Run(lambda m, x: x / torch.tensor(1e39, dtype=torch.float64)),
+        torch.tensor([[-1e10, 1e18]]),
+    ),
+    "a factor of a normalization overflows": (
+        overflowing_norm(nn.GroupNorm(1, 2, eps=1.0), (1, 2, 1)), torch.tensor([[239.4, 241.4]]),
+    ),
+    "the value is summed before it is multiplied": (
+        Run(lambda m, x: torch.einsum("bi,j->bj", x, torch.tensor([-1e-30, 1e-30]))
+            + torch.tensor([1e9, -1e9])), torch.full((1, 4), 7e37),
+    ),
+    "the network writes to its input": (writing(), torch.tensor([[8.0, 2.0**25]])),
+    "variance and epsilon cancel": (
+        scaled_norm(nn.BatchNorm1d(2), 1.0, -9.999e-6), torch.tensor([[1.0, 0.2]]),
+    ),
+    "a module was compiled": (compiled_module(), torch.ones(1, 2)),
     "there is no bound": (Run(lambda m, x: x * x), torch.tensor([[1.0, 2.0]])),
     "the network is compiled": (torch.compile(nn.Linear(2, 2)), torch.ones(1, 2)),
 }  # fmt: skip
@@ -349,11 +402,80 @@ def test_what_a_second_reader_broke_has_no_radius(name):
             assert "torch.compile" in str(error)  # noqa: PT017
 
 
-def scaled_norm(norm: nn.Module, weight: float, variance: float = 1.0) -> nn.Module:
-    norm.weight.data.fill_(weight)
-    if isinstance(norm, nn.BatchNorm1d):
-        norm.running_var.fill_(variance)
-    return norm.eval()
+class Negated(nn.Module):
+    def forward(self, weight):
+        return -weight
+
+
+@pytest.mark.parametrize("arithmetic", ["real", "float64"])
+def test_a_parameter_that_two_layers_share_is_not_overwritten(arithmetic):
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    for layer in layers:
+        layer.weight.data.copy_(torch.eye(2))
+    layers[0].bias.data.copy_(torch.tensor([3.0, 0.0]))
+    layers[1].bias = layers[0].bias
+    parametrize.register_parametrization(layers[0], "bias", Negated(), unsafe=True)
+    model = nn.Sequential(*layers)
+    found = certify(model, audit(model, (2,), search=0), torch.tensor([[1.0, 0.0]]), arithmetic)
+    assert float(found) == pytest.approx(math.sqrt(0.5))
+
+
+def test_weights_that_are_computed_anew_in_float64_are_refused():
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    with pytest.raises(rules.NotProved, match=r"weight is computed by a parametrization"):
+        certify(layer, audit(layer, (3,), search=0), torch.ones(1, 3), "float64")
+
+
+def test_a_network_in_training_is_not_changed():
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    found = audit(layer, (2,), search=0)
+    before = copy.deepcopy(layer.train().state_dict())
+    certify(layer, found, torch.ones(1, 2))
+    assert layer.training
+    assert all(torch.equal(before[name], now) for name, now in layer.state_dict().items())
+
+
+def test_other_sums_in_float64_are_refused():
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        a, b = m.one(x), m.two(x)
+        return (a + b) + (b + a) if x.dtype == torch.float32 else (a + a) + (a + b)
+
+    model = Run(run, one=nn.Linear(2, 2), two=nn.Linear(2, 2))
+    with pytest.raises(rules.NotProved, match="other values in float64"):
+        certify(model, audit(model, (2,), search=0), torch.ones(1, 2), "float64")
+
+
+def test_flushing_is_noticed_with_any_default_dtype():
+    layer = nn.Linear(2, 2)
+    found = audit(layer, (2,), search=0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this CPU does not flush")
+        with kernels.ordinary_kernels(), pytest.raises(rules.NotProved, match="flushed"):
+            certify(layer, found, torch.ones(1, 2, dtype=torch.float32), "float32")
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("arithmetic", ["real", "float64", "float32"])
+def test_images_are_not_changed(arithmetic):
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
+    images = torch.tensor([[-1.0, 2.0]])
+    with kernels.ordinary_kernels():
+        certify(model, audit(model, (2,), search=0), images, arithmetic)
+    assert images.tolist() == [[-1.0, 2.0]]
+
+
+def test_the_audit_must_be_of_these_weights():
+    layer = nn.Linear(2, 2)
+    found = audit(layer, (2,), search=0)
+    assert float(certify(copy.deepcopy(layer).double(), found, torch.ones(1, 2).double())) > 0
+    layer.weight.data *= 2
+    with pytest.raises(ValueError, match="audit it again"):
+        certify(layer, found, torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -372,11 +494,12 @@ def test_factors_that_underflow_are_counted(model, centre):
 
 
 def test_flushed_numbers_are_refused():
-    found, x = audit(nn.Linear(2, 2), (2,)), torch.ones(1, 2)
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    found = audit(layer, (2,))
     assert torch.set_flush_denormal(True)
     try:
         with pytest.raises(ValueError, match=r"set_flush_denormal\(False\)"):
-            certify(nn.Linear(2, 2), found, x, "float64")
+            certify(layer, found, x, "float64")
     finally:
         torch.set_flush_denormal(False)
 

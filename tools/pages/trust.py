@@ -293,6 +293,13 @@ When certificates of networks as they run were added, another reader broke them,
 - `certify(logits, report, arithmetic="float32")` ignored the arithmetic, a function of `register_rounding` without a `return` counted as exact, and settings such as `torch.backends.mkldnn.conv.fp32_precision = "bf16"` were overlooked.
 - Our own search had found two more: a factor without axes whose rounding was not counted, and an ε that float32 rounds to 0.
 
+After all of that was mended, a third reader spent half an hour and broke it again:
+
+- Class changes inside a radius: a Python number above the largest float32; normalizations whose γ/√ε times the mean overflows; `einsum` that sums a value before it multiplies; a network that writes to its input, which was measured afterwards; a parametrized bias that shares its parameter with another layer; a module with `module.compile()`; parametrizations that compute other weights in `model.double()`; a forward method that adds other values in float64; flushed numbers while the default type is float64.
+- `certify` read the weights of a network in training mode, which changes those with spectral normalization, and changed the caller's images if the network writes to its input.
+- Without a class change: a negative running variance that cancels with ε, and ε above the largest float32.
+- An audit of other weights was accepted. Audits now know the weights, and `certify` refuses others.
+
 When LipSDP on symbols was added, a reader broke it too, before any release:
 
 - `avg_pool1d` of vectors and `avg_pool2d` of lines were read with the wrong number of axes, ELU with a negative `alpha` was taken for an activation that never falls, and operations were recognized by a part of their names. The bounds were up to 19 times too low.

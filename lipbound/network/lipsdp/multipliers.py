@@ -305,6 +305,8 @@ def optimised(
     """
     found = Multipliers(stages)
     parameters = found.parameters()
+    if not parameters:  # a single stage without activations
+        return found
     optimizer = torch.optim.Adam(parameters, 0.08)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 0.002)
     draw = torch.Generator().manual_seed(0)

@@ -85,8 +85,8 @@ def runs(output: Value, device: torch.device) -> tuple[list[Run], list[str]]:
     def close() -> None:
         nodes = [node for piece in pieces for node in piece.nodes]
         operators = [op for node in nodes for _, op, _ in node.terms]
-        mixes = any(op.multiple is None for op in operators)  # otherwise nothing can be gained
-        if mixes and any(node.input >= 0 for node in nodes):
+        mixing = sum(op.multiple is None for op in operators)
+        if mixing > 1 or (mixing and any(node.input >= 0 for node in nodes)):  # else no gain
             found.append(Run(pieces[0].source, pieces[-1].result, staged(pieces, device)))
         pieces.clear()
 

@@ -249,12 +249,18 @@ def _check_constants(step: Step, arithmetic: Arithmetic, place: str) -> None:
                     f"{step.call.op}{place} has the number {leaf:g}, which is below the smallest "
                     f"normal number of {arithmetic.name}; use a larger one"
                 )
+            if isinstance(leaf, int | float) and arithmetic.largest < abs(leaf) < math.inf:
+                raise NotProved(
+                    f"{step.call.op}{place} has the number {leaf:g}, which is above the largest "
+                    f"number of {arithmetic.name}; use a smaller one"
+                )
             if not isinstance(leaf, Tensor) or leaf.dtype in (arithmetic.dtype, torch.bool):
                 continue
             counted = not leaf.ndim and step.call.op in ARITHMETIC
             tiny = bool(((leaf != 0) & (leaf.abs() < arithmetic.tiny)).any())
+            huge = bool((leaf.abs() > arithmetic.largest).any())
             same = leaf.to(arithmetic.dtype).to(leaf.dtype) == leaf
-            if tiny or not (counted or bool(same.all())):
+            if tiny or huge or not (counted or bool(same.all())):
                 raise NotProved(
                     f"{step.call.op}{place} has a constant of type {leaf.dtype} that "
                     f"{arithmetic.name} does not represent; convert it to {arithmetic.name}"
@@ -445,6 +451,8 @@ def _sums(step: Step, near: Near, result: Value) -> Error:
     mean = "pool" in step.call.op or "mean" in step.call.op  # it divides after the sum
     divisor = abs(float(step.arguments.get("divisor_override") or 1))
     largest = scaled(max(products, divisor), size) if mean else size
+    if "einsum" in step.call.op:  # it may sum the value before it multiplies
+        largest = total(largest, scaled(root(value.shape), near.size(value)))
     return near.checked(total(scaled(near.arithmetic.gamma(count), size), lost), largest)
 
 
@@ -502,8 +510,16 @@ def _batch_norm(step: Step, near: Near, result: Value) -> Error:
     means = up(up(math.sqrt(copies)) * norm_above(step["running_mean"]))
     factors = scaled(16 * near.arithmetic.tiny, total(near.size(value), means))  # a may underflow
     error = total(scaled(near.arithmetic.gamma(16), size), lost, factors)
-    variance = float(step["running_var"].double().max()) + eps
-    return near.checked(error, size, near.size(value), means, variance)
+    least, most = (float(v) + eps for v in step["running_var"].double().aminmax())
+    if least < eps or eps < 0:
+        raise NotProved(
+            f"{step.call.op} has a running variance or an eps that is not positive, so their sum "
+            f"may cancel; use positive ones"
+        )
+    steep = 1.0 if step["weight"] is None else float(step["weight"].abs().max())
+    centred = total(near.size(value), means)
+    forms = [scaled(up(factor), centred) for factor in (1 / math.sqrt(least), steep)]
+    return near.checked(error, size, centred, *forms, most)
 
 
 ROUNDINGS["aten.cudnn_batch_norm"] = "cuDNN's kernels are not known; use cudnn.enabled = False"
@@ -536,7 +552,9 @@ def _normalization(step: Step, near: Near, result: Value) -> Error:
     factors = scaled(32 * near.arithmetic.tiny, size)  # γ/√(var + ε) may underflow
     error = total(shift, scaled(up(steep * whole), share), scaled(gamma(8), out), factors,
                   scaled(near.lost(value.shape, 16 * count), 1.0 + steep / eps))  # fmt: skip
-    return near.checked(error, up(np.asarray(size * size)), out, size)
+    factor = up(steep / math.sqrt(eps) * (1 + 1e-12))
+    forms = [scaled(up(f), total(size, size, 1.0)) for f in (factor, steep, 1 / math.sqrt(eps))]
+    return near.checked(error, up(np.asarray(size * size)), out, size, *forms)
 
 
 def _normalized_entries(step: Step) -> int:
