@@ -265,7 +265,7 @@ class Mixing(nn.Module):
 )
 def test_certified_accuracy_names_wrong_batches(model, batches, said):
     with pytest.raises(ValueError, match=said):
-        certified_accuracy(model, audit(line(4)[0], (1,)), batches)
+        certified_accuracy(model, audit(model, (1,), search=0), batches)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from lipbound.runtime import Progress, first_line, silent
 
 SLACKS = (0.003, 0.01, 0.03, 0.1, 0.3)
 """Room to leave in every elimination; tried in this order, because room costs tightness."""
+DENSE = (1e-9, 1e-6, *SLACKS)
+"""The same without frequencies: no room is needed between them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def _proved(
     multipliers: Multipliers, index: int, weights: torch.Tensor, progress: Progress
 ) -> tuple[Fixed, int]:
     """Return multipliers of one stage with which its inequality is proved at all frequencies."""
-    for slack in SLACKS:
+    for slack in SLACKS if multipliers.stages[index].dims else DENSE:
         try:
             numbers = fixed(multipliers, index, weights, slack)
             form = form_of(multipliers.stages[index], numbers)

@@ -31,6 +31,8 @@ from lipbound.runtime import Progress, silent, time_is_up
 from lipbound.symbols import grid, radians
 
 STEPS = 200
+DENSE = 1000  # steps for small dense networks, where a step is cheap
+SMALL = 512  # rows of a small network's largest stage
 EVERY = 10  # steps between searches for the frequencies that decide
 NOTHING = 1e-12  # share of a matrix in the largest eigenvalue that counts as 0
 FINE = 35  # samples of the grid on which multipliers are fixed
@@ -295,11 +297,15 @@ def frequencies(stage: Stage, samples: int, draw: torch.Generator | None = None)
 
 
 def optimised(
-    stages: Sequence[Stage], steps: int = STEPS, samples: int = 7, progress: Progress = silent
+    stages: Sequence[Stage],
+    steps: int | None = None,
+    samples: int = 7,
+    progress: Progress = silent,
 ) -> Multipliers:
     """Minimize the bound over the multipliers by Adam.
 
-    A coarse grid that is shifted at random misses the highest peaks. So every few steps a finer
+    A network of dense layers has no frequencies, and its multipliers are chosen to four digits. A
+    coarse grid that is shifted at random misses the highest peaks. So every few steps a finer
     grid is searched for the frequencies that decide the bound, and these are kept for a while. It
     stops early when the bound has not fallen for some time.
     """
@@ -307,17 +313,20 @@ def optimised(
     parameters = found.parameters()
     if not parameters:  # a single stage without activations
         return found
+    dense = not any(stage.dims for stage in stages) and max(s.rows for s in stages) <= SMALL
+    steps = steps or (DENSE if dense else STEPS)
+    found.dtype = torch.complex128 if dense else found.dtype
     optimizer = torch.optim.Adam(parameters, 0.08)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 0.002)
+    last_rate, last_power = (3e-4, 14) if dense else (2e-3, 8)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, last_rate)
     draw = torch.Generator().manual_seed(0)
     recent: list[float] = []
     peaks: list[list[Tensor]] = [[] for _ in stages]
     for step in progress(range(steps), "multipliers"):
-        if time_is_up() or _settled(recent):  # any multipliers give a valid bound
+        if time_is_up() or (not dense and _settled(recent)):  # any multipliers are valid
             break
-        share = step / steps
-        powers = 5 if share < 0.35 else 6 if share < 0.6 else 7 if share < 0.8 else 8
-        if step % EVERY == EVERY - 1:
+        powers = round(5 + (last_power - 5) * min(1.0, 1.25 * step / steps))
+        if step % EVERY == EVERY - 1 and not dense:
             for kept, new in zip(peaks, deciding(found, samples * 3, draw), strict=True):
                 kept.append(new)
                 del kept[:-3]
