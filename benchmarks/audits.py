@@ -96,7 +96,7 @@ def main() -> None:
     )
     parser.add_argument("sources", nargs="*", metavar="MODEL[=WEIGHTS]")
     parser.add_argument("--zoo", action="store_true", help="30 networks of torchvision and timm")
-    parser.add_argument("--effort", default="normal", choices=("normal", "high"))
+    parser.add_argument("--effort", default="normal", choices=("low", "normal", "high"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="JSON-lines file to append to")
     chosen = parser.parse_args()

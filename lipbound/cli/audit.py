@@ -20,7 +20,7 @@ from lipbound.files import check_writable, write
 if TYPE_CHECKING:
     from lipbound import Audit
 
-EFFORTS = ("normal", "high")
+EFFORTS = ("low", "normal", "high")
 
 
 def audit(
@@ -44,8 +44,9 @@ def audit(
     effort: Annotated[
         str,
         typer.Option(
-            help="normal or high. 'high' bounds chains of layers together by LipSDP, which is "
-            "tighter and takes minutes."
+            help="low, normal or high. 'low' bounds every operation by itself. 'normal' merges "
+            "linear operations first. 'high' bounds chains of layers together by LipSDP, which "
+            "is tighter and takes minutes."
         ),
     ] = "normal",
     method: Annotated[

@@ -20,8 +20,10 @@ from lipbound.network.graph import Graph, NotCaptured, capture
 from lipbound.network.jacobian import jacobian_norm
 from lipbound.network.layers import layer_reports, product
 from lipbound.network.rules import RULES, Options
+from lipbound.registry import unknown
 from lipbound.runtime import Progress, first_line, silent, time_is_up, within
 
+EFFORTS = ("low", "normal", "high")
 ALONE = "layers only: "  # begins the reason if there is no graph to bound
 
 
@@ -49,8 +51,10 @@ def audit(
         input_shape: Shape ``(channels, *spatial)`` of one input. Default: bound only the layers.
         rtol: Relative width of the layers' certified intervals.
         inputs: Batch at which to search for large Jacobian norms. Default: random inputs.
-        effort: ``'high'`` bounds chains of linear maps and activations by LipSDP, which takes
-            minutes and can gain orders of magnitude.
+        effort: ``'low'`` bounds every operation by itself, so a network without branches gets the
+            product of its layers. ``'normal'`` merges linear operations first. ``'high'`` bounds
+            chains of linear maps and activations by LipSDP, which takes minutes and can gain
+            orders of magnitude.
         method: Name in ``BOUNDS`` of the bound to use for each convolution.
         search: Number of inputs at which to search for the lower bound; 0 for no search.
         seed: Seed of the random inputs.
@@ -66,8 +70,8 @@ def audit(
         >>> found.lower <= found.upper <= found.layers[0].bracket.upper * 1.001
         True
     """
-    if effort not in ("normal", "high"):
-        raise ValueError(f"effort={effort!r} is not one of 'normal', 'high'")
+    if effort not in EFFORTS:
+        raise unknown("effort", effort, EFFORTS)
     if effort == "high" and method != "spectral":
         raise ValueError(f"effort='high' needs method='spectral'; leave out method={method!r}")
     if input_shape is not None and not (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.network.findings import Audit, StepReport, joined
 from lipbound.network.floors import floor
@@ -30,7 +30,10 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
         name: Value(shape, constant=1.0) for name, shape in graph.inputs.items()
     }
     for call in progress(graph.calls, "graph"):
-        values[call.name] = follow(call, values, options)
+        found = follow(call, values, options)
+        if options.effort == "low" and call.name not in graph.outputs:
+            found = tree_map(_alone, found)
+        values[call.name] = found
     steps = _kept(graph, values)
     ops = {call.name: call.op for call in graph.calls}
     reports = []
@@ -66,9 +69,18 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
             audit, features=last.anchor.lipschitz, head=last.conv.kernel,
             features_error=float(last.anchor.error), head_error=last.error,
         )  # fmt: skip
-    if options.effort == "normal":
+    if options.effort != "high":
         return audit
     return _tightened(graph, audit, values, options, progress)
+
+
+def _alone(value: Any) -> Any:
+    """Return a value without its linear map, so that the next one is not merged with it."""
+    if not isinstance(value, Value) or value.linear is None:
+        return value
+    return replace(
+        value, constant=value.lipschitz, linear=None, reason=value.why, apart=value.error
+    )
 
 
 def _tightened(

@@ -390,6 +390,14 @@ def test_dense_networks_reach_the_optimum_of_lipsdp(sizes, monkeypatch):
     assert truth * (1 - 1e-6) <= upper <= truth * (1 + 1e-4)
 
 
+def test_little_effort_gives_the_product_of_the_layers():
+    torch.manual_seed(0)
+    model = fitted(sequence(conv(2, 3), nn.BatchNorm2d(3), nn.ReLU(), conv(3, 2)))
+    low, normal = (audit(model, (2, 6, 6), search=0, effort=e) for e in ("low", "normal"))
+    assert low.upper == pytest.approx(low.product, rel=2e-3)
+    assert normal.upper < low.upper
+
+
 def test_linear_maps_are_tight_from_both_sides():
     torch.manual_seed(0)
     first, last = nn.Linear(4, 3).double(), nn.Linear(3, 3).double()

@@ -30,7 +30,7 @@ class Options:
 
     Attributes:
         rtol: Relative width of the layers' certified intervals.
-        effort: ``'high'`` to bound chains by LipSDP, else ``'normal'``.
+        effort: ``'low'``, ``'normal'`` or ``'high'``, see :func:`lipbound.audit`.
         method: Name of the bound to use for each layer.
         done: Intervals found so far, by a key of the layer.
         notes: Assumptions to report to the user.
