@@ -135,8 +135,8 @@ class Certifier:
         check_runs(model, arithmetic)
         if audit.weights and audit.weights != fingerprint(model):
             raise ValueError(
-                f"the audit is not of this {type(model).__name__} with its current weights; audit "
-                f"it again, after its last change"
+                f"the weights of this {type(model).__name__} have changed since the audit, or it "
+                f"is another network; audit it again"
             )
         self.source, self.audit, self.arithmetic = model, audit, arithmetic
         self.model = model if arithmetic == "float32" else in_float64(model).eval()

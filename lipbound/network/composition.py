@@ -120,9 +120,12 @@ def _tightened(
     centres = sum(proved.centres for _, proved in gains.values())
     parts = ", ".join(left_out)
     without = ", ".join(failed)
-    said = f"effort='high' proved LipSDP at {centres:,} frequencies" if gains else ""
-    if not (lowered and upper < audit.upper):
-        said = joined(said, "effort='high' did not lower the bound")
+    said = "effort='high' did not lower the bound"
+    if lowered and upper < audit.upper:
+        said = (
+            f"effort='high' lowered the bound from {audit.upper:.4g} to {upper:.4g}, proved by "
+            f"LipSDP with {centres:,} {'matrix' if centres == 1 else 'matrices'}"
+        )
     said = joined(said, f"LipSDP gave no bound: {without}" if without else "")
     said = joined(said, f"not part of a chain: {parts}" if parts else "")
     if near > 0 and not least:

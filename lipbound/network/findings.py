@@ -74,7 +74,7 @@ class Audit:
         head_error: Bound on the norm of the rounding errors in ``head``, if it was computed.
         weights: Fingerprint of the network's weights, by which :func:`lipbound.certify` knows them.
         floor: A number below which no method can go that only knows the slopes of the activations,
-            as LipSDP does; 0 if none is known. Only ``effort='high'`` looks for it.
+            as LipSDP does. 0 means that none is known; only ``effort='high'`` looks for one.
     """
 
     layers: tuple[LayerReport, ...]

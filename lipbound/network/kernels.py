@@ -71,11 +71,14 @@ def check_runs(model: nn.Module, arithmetic: str) -> None:
     """
     if arithmetic == "real":
         return
-    if any(_compiled(module) for module in model.modules()):
-        raise ValueError(
-            f"torch.compile may replace operations, so arithmetic={arithmetic!r} cannot certify "
-            f"what it runs; pass the module that you gave to torch.compile"
-        )
+    for name, module in model.named_modules():
+        if _compiled(module):
+            which = f"module {name!r}" if name else "the network"
+            raise NotProved(
+                f"{which} is compiled, and torch.compile may replace operations, so "
+                f"arithmetic={arithmetic!r} cannot certify what it runs; certify and run a network "
+                f"without torch.compile and .compile()"
+            )
     if arithmetic == "float64":
         return
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -321,8 +321,8 @@ def check_recomputed(model: nn.Module, wide: nn.Module) -> None:
                 path = f"{name}.{own}" if name else own
                 raise NotProved(
                     f"{path} is computed by a parametrization, which gives other numbers in "
-                    f"model.double(); make it a plain weight first (lipbound.unconstrain or "
-                    f"torch.nn.utils.parametrize.remove_parametrizations)"
+                    f"model.double(); make it a plain weight (lipbound.unconstrain or "
+                    f"torch.nn.utils.parametrize.remove_parametrizations), then audit again"
                 )
 
 

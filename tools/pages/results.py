@@ -149,9 +149,9 @@ def audits() -> str:
     refused = [[r["network"], r["reason"]] for r in zoo if r["reason"]]
     return f"""## Whole networks
 
-The proved bounds of whole networks are many powers of ten below the products that the literature quotes. They are still far above the largest Jacobian norm that was found.
+LipSDP on symbols lowers the proved bounds of whole networks by many powers of ten. They are still far above the largest Jacobian norm that was found.
 
-The command is `python -m benchmarks.audits resnet20=WEIGHTS ... --out FILE [--effort high]`. The networks are the trained CIFAR ResNets ({records[0]["device"]}, {records[0]["threads"]} threads, torch {records[0]["torch"]}). **All values are powers of ten**: 2 means 10². The two audits are proved upper bounds on the L2 Lipschitz constant of the network. `--effort high` is [LipSDP on symbols](../theory.md#networks). *Two weighted norms* was the rule before it, which is no longer part of lipbound; its numbers are proved too. No method that only knows the slopes of the activations can prove less than the *floor*; where it is empty, it was not measured or its rounding is too large. The times of `--effort high` were measured while the machine did other work. The largest Jacobian norm found is a lower bound, up to rounding. The two products treat BatchNorm as a layer of its own and leave out the shortcuts, so they are not bounds of these networks.
+The command is `python -m benchmarks.audits resnet20=WEIGHTS ... --out FILE [--effort high]`. The networks are the trained CIFAR ResNets ({records[0]["device"]}, {records[0]["threads"]} threads, torch {records[0]["torch"]}). **All values are powers of ten**: 2 means 10². The two audits are proved upper bounds on the L2 Lipschitz constant of the network. `--effort high` is [LipSDP on symbols](../theory.md#networks). *Two weighted norms* was the rule before it, which is no longer part of lipbound; its numbers are proved too. No method that only knows the slopes of the activations can prove less than the *floor*; where it is empty, it was not measured. The times of `--effort high` were measured while the machine did other work. The largest Jacobian norm found is a lower bound, up to rounding. The two products treat BatchNorm as a layer of its own and leave out the shortcuts, so they are not bounds of these networks.
 
 {table(header, rows)}
 
