@@ -133,7 +133,7 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
             ["--input", "3,32,32"],
             "--input 3,32,32 needs the network's",
         ),
-        (["--effort", "hihg"], "--effort 'hihg' is not one of normal, high"),
+        (["--effort", "hihg"], "--effort 'hihg' is not one of low, normal, high"),
         (["--html", str(path)], "would overwrite the weights"),
     ):
         code, _, err = run(monkeypatch, capsys, "audit", str(path), *wrong)
