@@ -80,7 +80,7 @@ Accuracy in percent on all 10,000 test images, without other data. *Clean* is th
 - **Seeds.** The {len(fast)} seeds differ by at most {spread:.2f} points at 36/255.
 - **Attack.** PGD in L2 within each image's own certified radius broke {broken} of {tried:,} certified images.
 - **Mirror images.** The mean of a network over each image and its mirror image has the same Lipschitz bound. It changes the certified accuracy at 36/255 by at most {most:.2f} points: not worth its cost.
-- **Speed.** Training ran at {min(r["images_per_second"] for r in found if r["name"] == "fast"):,} images a second or more for `shift-512x12`.
+- **Speed.** The seeds of preset `fast` trained at {min(r["images_per_second"] for r in found if r["name"] == "fast"):,} images a second or more.
 
 ```sh
 python -m benchmarks.certified --preset fast --seed 0 --data cifar10 --folder DATA --out FILE
