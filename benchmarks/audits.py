@@ -22,7 +22,7 @@ from torch import nn
 from lipbound import audit
 from lipbound.cli.models import fill, own_model
 from lipbound.files import append, provenance, read, read_weights
-from lipbound.network.audits import Audit
+from lipbound.network.audits import EFFORTS, Audit
 
 TORCHVISION = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
@@ -96,7 +96,7 @@ def main() -> None:
     )
     parser.add_argument("sources", nargs="*", metavar="MODEL[=WEIGHTS]")
     parser.add_argument("--zoo", action="store_true", help="30 networks of torchvision and timm")
-    parser.add_argument("--effort", default="normal", choices=("low", "normal", "high"))
+    parser.add_argument("--effort", default="normal", choices=EFFORTS)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="JSON-lines file to append to")
     chosen = parser.parse_args()

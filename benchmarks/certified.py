@@ -115,11 +115,11 @@ def main() -> None:
         "wall_seconds": round(time.perf_counter() - began, 1),
         **provenance(str(device), given.seed),
     }
+    results = {"alone": record}
     if given.mirrored:
-        record["mirrored"] = proved(Averaged(members), images, given.attacked // 4)
-        del record["mirrored"]["radii"]
-    for kind in ("alone", "mirrored") if given.mirrored else ("alone",):
-        found = record.get(kind, record)
+        results["mirrored"] = proved(Averaged(members), images, given.attacked // 4)
+        record["mirrored"] = {k: v for k, v in results["mirrored"].items() if k != "radii"}
+    for kind, found in results.items():
         shown = [found["clean"], *found["certified"].values()]
         print(name, given.seed, record["images_of"], kind, [part["accuracy"] for part in shown])
         print("broken within their own radius:", found["attacked"])

@@ -113,7 +113,7 @@ def bake(module: nn.Module, others: Container[int] = ()) -> None:
         own = isinstance(original, nn.Parameter) and id(original) not in others
         if own and original.shape == value.shape:
             original.data = value
-        else:  # its gradient has another shape too
+        else:  # it is shared, or its gradient has another shape too
             original = nn.Parameter(value)
         module.register_parameter(name, original)
 

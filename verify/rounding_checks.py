@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lipbound.modules import in_float64
-from lipbound.network.findings import Audit
 from lipbound.network.graph import Call, Graph, NotCaptured
 from lipbound.network.kernels import ordinary_kernels
 from lipbound.network.rounding import Executed
@@ -36,7 +35,6 @@ RADII = (0.0, 1e-3, 1.0)
 EACH = 200  # seeds for one large network
 LARGE = ("resnet20", "wrn-10-1", "shift-128x8", "liresnet-128x4", "cnn", "resnet56")
 SHAPE = (1, 3, 32, 32)
-NONE = Audit((), math.inf, 0.0, "", (), math.inf, None)
 
 
 @dataclass
@@ -91,7 +89,7 @@ def compare(model: nn.Module, *centres: Tensor, seed: int = 0) -> Compared:
     """
     result, draw = Compared(), torch.Generator().manual_seed(seed)
     try:
-        ready = Executed(model, NONE, centres[0])
+        ready = Executed(model, (), centres[0])
         for centre in centres:
             measured = ready.measure(centre)
             for radius in RADII:
@@ -138,8 +136,8 @@ def compare_formats(seed: int, device: str = "cpu") -> Compared:
         model = MODELS[LARGE[turn % len(LARGE)]]().eval().to(device)
     size = (0.1, 1.0, 10.0)[turn % 3]
     centre = (size * torch.randn(SHAPE, generator=draw)).to(device)
-    single = Executed(model, NONE, centre)
-    double = Executed(in_float64(model), NONE, centre.double())
+    single = Executed(model, (), centre)
+    double = Executed(in_float64(model), (), centre.double())
     measured = double.measure(centre)
     result = Compared(LARGE[turn % len(LARGE)])
     for radius in RADII:

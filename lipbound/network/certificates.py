@@ -180,18 +180,18 @@ class Certifier:
     def _run(self, inputs: Tensor, compared: int) -> tuple[Tensor, Tensor]:
         """Return the inputs in the network's format, and its logits."""
         own = self.arithmetic == "float32" or self.model is self.source
-        given = inputs if own else inputs.double()  # the network may write to a copy
+        given = inputs if own else inputs.double()
         if self.arithmetic == "float32" and given.dtype != torch.float32:
             raise ValueError(
                 f"the inputs are {given.dtype}, but arithmetic='float32' certifies a network that "
                 f"runs on float32 inputs; use inputs.float()"
             )
         if compared:
-            _check_apart(self.model, given[:compared].clone())
-        return given, _checked(self.model(given.clone()))
+            _check_apart(self.model, given[:compared])
+        return given, _checked(self.model(given.clone()))  # it may write to its input
 
     def _prepared(self, example: Tensor) -> Executed:
-        self._executed = Executed(self.model, self.audit, example)
+        self._executed = Executed(self.model, self.audit.layers, example)
         check_kernels(self._executed.graph, example)
         if self.arithmetic == "float64":
             check_recomputed(self.source, self.model)

@@ -73,8 +73,9 @@ class Audit:
         features_error: The same error up to the last layer's input.
         head_error: Bound on the norm of the rounding errors in ``head``, if it was computed.
         weights: Fingerprint of the network's weights, by which :func:`lipbound.certify` knows them.
-        floor: A number below which no method can go that only knows the slopes of the activations,
-            as LipSDP does. 0 means that none is known; only ``effort='high'`` looks for one.
+        floor: A number below which no method can go that only knows the same limits of the slopes
+            of the activations, as LipSDP does. 0 means that none is known; only
+            ``effort='high'`` looks for one.
     """
 
     layers: tuple[LayerReport, ...]

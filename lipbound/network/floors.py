@@ -8,14 +8,12 @@ linear maps and fixed slopes, whose gain is rounded down.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipbound.network.findings import Audit
 from lipbound.network.graph import Graph, NotCaptured
 from lipbound.network.kernels import ordinary_kernels
 from lipbound.network.lipsdp.pieces import ACTIVATIONS, NotRead, slopes_of
@@ -28,7 +26,6 @@ ROUNDS = 30
 POLISH = 40  # power iterations with the final slopes
 GROUPS = 4  # of activations, whose slopes are chosen one group after the other
 SETTLED = 1.002  # growth of the norm in three rounds at which the search stops
-NONE = Audit((), math.inf, 0.0, "", (), math.inf, None)
 LARGE = 2.0**30  # norm of the input, in comparison with which biases do not matter
 
 
@@ -57,9 +54,12 @@ class Freed(nn.Module):
 def floor(
     graph: Graph, values: dict[str, Any], device: torch.device, progress: Progress = silent
 ) -> tuple[float, float]:
-    """Return a number below which no bound is valid that only knows the slopes, and an estimate.
+    """Return a number below which no bound is valid that only knows the limits of the slopes.
 
-    The number is the estimate rounded down. It is 0 if the rounding of the network is too large to
+    Also return the estimate that was rounded down.
+
+    The limits are those of :func:`slopes_of`; some activations have slopes in a smaller interval.
+    The number is 0 if the rounding of the network is too large to
     say more, or if its slopes are not known.
 
     Args:
@@ -152,7 +152,7 @@ def _rounded_down(free: Freed, vector: Tensor) -> float:
     """Return a number that is at most the gain of the network in a direction."""
     free.requires_grad_(False)
     points = torch.cat([vector * LARGE, torch.zeros_like(vector)])
-    ready = Executed(free, NONE, points[:1])
+    ready = Executed(free, (), points[:1])
     bounds = ready.errors(ready.measure(points), np.zeros(2)).logits
     results = torch.cat([free(point[None]) for point in points])
     change = float((results[0] - results[1]).norm()) * (1 - 1e-12)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.bounds.rounding import norms_above
 from lipbound.modules import in_eval
-from lipbound.network.findings import Audit
+from lipbound.network.findings import LayerReport
 from lipbound.network.graph import Call, Graph, Reference, capture
 from lipbound.network.rules import Options, Value, follow
 from lipbound.network.rules.rounding import FORMATS, LINEAR, Near, NotProved, rounded
@@ -93,12 +93,12 @@ class Executed:
 
     Args:
         model: The network, in the format in which it runs.
-        audit: Audit of the network, whose layers' norms are used again.
+        layers: Audited layers of the network, whose norms are used again.
         example: One input with its batch axis, in that format.
     """
 
     model: nn.Module
-    audit: Audit
+    layers: Sequence[LayerReport]
     example: Tensor
     graph: Graph = field(init=False)
     wide: tuple[Call, ...] = field(init=False)
@@ -110,11 +110,11 @@ class Executed:
             self.graph = capture(self.model, [self.example])
         self.wide = tuple(call.in_float64() for call in self.graph.calls)
         self.options = Options()
-        for report in self.audit.layers:
+        for report in self.layers:
             if isinstance(report.layer, nn.modules.batchnorm._BatchNorm):
                 continue
-            still = isinstance(report.layer, nn.Module)  # else reading its weight may change it
-            with in_eval(report.layer) if still else nullcontext():
+            module = isinstance(report.layer, nn.Module)  # its weight may change when it is read
+            with in_eval(report.layer) if module else nullcontext():
                 self.options.keep(report.layer, report.bracket)
         shapes: dict[str, Any] = {**self.graph.inputs, **{c.name: c.shape for c in self.wide}}
         self.gains = {

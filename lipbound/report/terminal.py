@@ -327,7 +327,7 @@ def summary(audit: Audit) -> list[str]:
     lines += filter(None, audit.note.split("; "))
     if audit.floor > 0:
         lines.append(
-            f"no method that only knows the slopes of the activations can prove less than "
+            f"a method that knows only lipbound's limits of the slopes cannot prove less than "
             f"{audit.floor:.4g} (10^{log10(audit.floor):.2f})"
         )
     if audit.lower > 0:
