@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 import lipbound
 from lipbound import Penalty
 from lipbound.cuda_graphs import Repeated
-from lipbound.network.lipsdp import gains, multipliers
 from lipbound.paper.table1 import METHODS
 from lipbound.penalty import plain
 from lipbound.robust.attacks.evaluate import evaluate, outcomes
@@ -25,6 +23,7 @@ from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.loop import train
 from lipbound.robust.training.run import Run
 from lipbound.robust.training.trained import load_model
+from verify import network_checks
 from verify.layer_checks import check_layers
 from verify.network_checks import check_networks
 
@@ -263,10 +262,10 @@ def test_graphs_find_what_plain_searches_find(precision):
 
 def test_the_campaign_in_small(monkeypatch):
     """Every bound computed here, the truth in float64 here too."""
-    few = partial(multipliers.optimised, steps=10)  # each step is hundreds of small launches
-    monkeypatch.setattr(gains, "optimised", few)
+    monkeypatch.setattr(network_checks, "FEW", 10)  # a step is hundreds of small launches
     found = check_layers(range(6), 8, "cuda")
-    found.add(check_networks(range(6), "cuda"))  # 0: a chain of blocks, with effort='high'
+    found.add(check_networks(range(6), "cuda"))
+    found.add(check_networks(range(1), "cuda", "high"))
     assert found.violations == []
 
 

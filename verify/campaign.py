@@ -2,12 +2,13 @@
 
     python -m verify campaign --minutes 10 --workers 4 --out campaign.jsonl
 
-There are four parts: ``layers`` (every bound on random layers), ``search`` (ascent on truth/bound
-over kernels), ``networks`` (the audit of random architectures against Jacobian norms) and
-``rounding`` (what networks compute against arithmetic of 256 bits). All cases
-come from consecutive seeds, and a record is appended for every few seeds. A run may therefore be
-killed at any moment; the next run with the same file continues with the remaining seeds. The exit
-code is 1 after a violation. ``--merge`` joins the records of a file, one per part and device.
+There are five parts: ``layers`` (every bound on random layers), ``search`` (ascent on truth/bound
+over kernels), ``networks`` (the audit of random architectures against Jacobian norms), ``lipsdp``
+(the same with effort='high') and ``rounding`` (what networks compute against arithmetic of 256
+bits). All cases come from consecutive seeds, and a record is appended for every few seeds. A run
+may therefore be killed at any moment; the next run with the same file continues with the remaining
+seeds. The exit code is 1 after a violation. ``--merge`` joins the records of a file, one per part
+and device.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Part:
 PARTS = {
     "layers": Part(lambda task: check_layers(task.seeds, LAYERS, task.device), 8, 0.6),
     "search": Part(lambda task: search_kernels(task.seeds, task.weights, task.device), 2, 0.08),
-    "networks": Part(lambda task: check_networks(task.seeds, task.device), 20, 0.22),
+    "networks": Part(lambda task: check_networks(task.seeds, task.device), 20, 0.12),
+    "lipsdp": Part(lambda task: check_networks(task.seeds, task.device, "high"), 20, 0.1),
     "rounding": Part(lambda task: check_rounding(task.seeds, task.device), 20, 0.1),
 }
 

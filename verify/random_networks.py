@@ -16,7 +16,6 @@ MOST = 160  # largest number of entries of an activation
 MIXED = 10_000_000  # the first seed with Mixed; networks of smaller seeds do not change
 SLY = 30_000_000  # the first seed with Further and Sly
 JOINED = 40_000_000  # the first seed with Joined
-EFFORT = 50  # one in so many networks is for the audit's effort='high'
 Shape = tuple[int, ...]
 
 
@@ -291,17 +290,58 @@ class Grammar:
         return nn.Sequential(*body, *head), shape
 
     def blocks(self) -> tuple[nn.Module, Shape]:
-        """Draw a chain of residual blocks, which the audit bounds better with effort='high'."""
-        shape = (int(self.pick([1, 2, 3])), *self.axes([3, 4]))
-        width = int(self.pick([2, 3]))
-        layers = [self.same(shape[0], width), nn.ReLU()]
-        for _ in range(int(self.pick([1, 2]))):
-            out = width if self.rng.random() < 0.5 else int(self.pick([2, 3, 4]))
-            inner = [self.same(width, 3), self.norm((3,)), nn.ReLU(), self.same(3, out)]
-            skip = nn.Identity() if out == width else self.same(width, out)
-            layers += [Residual(nn.Sequential(*inner), skip), nn.ReLU()]
+        """Draw a chain of linear maps and activations, which the audit bounds by LipSDP."""
+        if self.rng.random() < 0.2:
+            shape: Shape = (int(self.pick([2, 3, 5])),)
+            return nn.Sequential(*self.dense(shape[0])), shape
+        shape = (int(self.pick([1, 2, 3])), *self.axes([3, 4, 5]))
+        layers: list[nn.Module] = []
+        after = shape
+        for _ in range(int(self.pick([1, 2, 3]))):
+            part = self.fitting(self.block, after)
+            layers, after = [*layers, part], _after(part, after)
+        if self.rng.random() < 0.5:
+            return nn.Sequential(*layers, Shuffle("mean"), *self.dense(after[0])), shape
+        flat = self.rng.random() < 0.5
+        ending = [nn.Flatten(), nn.Linear(math.prod(after), 3)] if flat else []
+        return nn.Sequential(*layers, *ending), shape
+
+    def block(self, shape: Shape) -> nn.Module:
+        """Draw a plain layer, a pooling, or a residual block with its activation in any place."""
+        kind = self.pick(["plain", "plain", "pool", "after", "before", "strided", "bottleneck"])
+        width = shape[0]
+        if kind == "plain":
+            return nn.Sequential(self.conv(shape), self.bent(shape))
+        if kind == "pool":
+            mean: Any = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[self.dims - 1]
+            return nn.Sequential(self.bent(shape), mean(2, self.pick([1, 2])))
+        inner = int(self.pick([1, 2, 3]))
+        body = [self.same(width, inner), self.norm((inner,)), self.bent((inner, *shape[1:]))]
+        if kind == "bottleneck":
+            body += [self.same(inner, inner), self.bent((inner, *shape[1:]))]
+        if kind == "before":
+            body = [self.norm((width,)), self.bent(shape), *body, self.same(inner, width)]
+            return Residual(nn.Sequential(*body), nn.Identity())
+        if kind == "strided":
+            conv: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[self.dims - 1]
+            out = int(self.pick([2, 3]))
+            body += [conv(inner, out, 3, 2, 1), self.norm((out,))]
+            skip = nn.Sequential(conv(width, out, 1, 2), self.norm((out,)))
+            return nn.Sequential(Residual(nn.Sequential(*body), skip), self.bent((out,)))
+        body += [self.same(inner, width), self.norm((width,))]
+        return nn.Sequential(Residual(nn.Sequential(*body), nn.Identity()), self.bent(shape))
+
+    def bent(self, shape: Shape) -> nn.Module:
+        """Draw an activation; every other one is a ReLU."""
+        return nn.ReLU() if self.rng.random() < 0.5 else self.activation(shape)
+
+    def dense(self, width: int) -> list[nn.Module]:
+        layers: list[nn.Module] = []
+        for _ in range(int(self.pick([0, 1, 2]))):
+            out = int(self.pick([2, 4, 6]))
+            layers += [nn.Linear(width, out), self.bent((out,))]
             width = out
-        return nn.Sequential(*layers, Shuffle("mean"), nn.Linear(width, 3)), shape
+        return [*layers, nn.Linear(width, 3)]
 
     def chain(self, shape: Shape, length: int, depth: int) -> nn.Sequential:
         parts: list[nn.Module] = []
@@ -476,15 +516,19 @@ def _after(module: nn.Module, shape: Shape) -> Shape:
         return tuple(module.eval()(torch.zeros(1, *shape)).shape[1:])
 
 
-def random_network(seed: int) -> tuple[nn.Module, Shape]:
+def random_network(seed: int, blocks: bool = False) -> tuple[nn.Module, Shape]:
     """Draw a network in eval mode, with weights that differ from PyTorch's initialization.
 
     One in three has positive weights only. The top singular directions of its layers then align, so
     that the bound is nearly attained.
+
+    Args:
+        seed: Seed of the architecture and the weights.
+        blocks: Whether to draw a chain of linear maps and activations.
     """
     torch.manual_seed(seed)
     grammar = Grammar(seed)
-    model, shape = grammar.network() if seed % EFFORT else grammar.blocks()
+    model, shape = grammar.blocks() if blocks else grammar.network()
     dtype = (torch.float32, torch.float64, torch.bfloat16)[seed % 3]
     positive = seed // 3 % 3 == 0
     with torch.no_grad():

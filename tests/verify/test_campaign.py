@@ -128,6 +128,14 @@ def test_no_random_network_exceeds_its_audit():
     assert tally.claims["network"]["margin"] > 0
 
 
+@pytest.mark.slow
+def test_no_random_network_exceeds_its_lipsdp_bound():
+    tally = check_networks([60_000_030, 60_000_031, 60_000_055], effort="high")
+    assert tally.violations == []
+    assert tally.claims["lowered by LipSDP"]["count"] >= 1
+    assert 0 < tally.claims["floor"]["margin"] < 1e-10, "a linear network is bounded exactly"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_where_the_margin_is_rounding_the_bound_is_above_the_exact_truth(seed):
     """The campaign's smallest margin is -4.5e-14, of differences; in 50 digits it is positive.
@@ -150,7 +158,8 @@ def test_where_the_margin_is_rounding_the_bound_is_above_the_exact_truth(seed):
 def test_a_broken_rule_is_found_and_shrunk(monkeypatch):
     monkeypatch.setitem(RULES, "aten.relu", lambda step: 0.2)
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Flatten())
-    monkeypatch.setattr(network_checks, "random_network", lambda seed: (model.eval(), (1, 2, 2)))
+    given = model.eval(), (1, 2, 2)
+    monkeypatch.setattr(network_checks, "random_network", lambda seed, blocks: given)
     (violation,) = check_networks(range(1)).violations
     assert "model = nn.Sequential(nn.ReLU())" in violation["reproduction"]
 
@@ -240,7 +249,7 @@ def test_windows_of_padding_alone_are_no_violation():
     """torch's derivative of such a pool fails; random networks had six in 5,000."""
     pool = nn.MaxPool2d((2, 2), (2, 1), (1, 1), (1, 2))
     dead = nn.Sequential(nn.AdaptiveMaxPool2d((1, 1)), pool, nn.Flatten()).eval()
-    reason = network_checks.margin(dead, (2, 3, 2), 3799)[3]
+    reason = network_checks.margin(dead, (2, 3, 2), 3799).reason
     assert reason == "a pooling window lies in padding alone"
     assert not network_checks.empty_windows(nn.Sequential(nn.MaxPool2d(2, padding=1)), (2, 4, 4))
 

@@ -67,6 +67,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "shift-128x8": partial(ShiftNetwork, width=128, depth=8, dense=2, dense_width=512),
     "shift-256x8": partial(ShiftNetwork, width=256, depth=8, dense=2, dense_width=256),
     "shift-512x12": ShiftNetwork,
+    "shift-1024x12": partial(ShiftNetwork, width=1024),
     "wrn-10-1": partial(WideResNet, 10, 1),
     "wrn-16-4": partial(WideResNet, 16, 4),
     "wrn-28-4": partial(WideResNet, 28, 4),
