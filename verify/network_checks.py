@@ -125,6 +125,7 @@ class Margin:
         truth: Largest Jacobian norm or difference quotient that was found.
         floor: Number below which LipSDP cannot go, rounded down; 0 if it is not known.
         lowered: Whether LipSDP lowered the bound.
+        pairs: Smallest excess of a bound on the difference of two outputs; ∞ without such bounds.
         reason: Why there is no bound, or none that can be checked.
     """
 
@@ -132,6 +133,7 @@ class Margin:
     truth: float = 0.0
     floor: float = 0.0
     lowered: bool = False
+    pairs: float = math.inf
     reason: str = ""
 
     def excess(self, below: float) -> float:
@@ -139,7 +141,7 @@ class Margin:
         return self.upper / below - 1 if below else math.inf
 
     def fails(self) -> bool:
-        smallest = self.excess(max(self.truth, self.floor))
+        smallest = min(self.excess(max(self.truth, self.floor)), self.pairs)
         return not self.reason and not smallest >= -ROUNDING
 
 
@@ -157,7 +159,23 @@ def margin(model: nn.Module, shape: Shape, seed: int, effort: str = "normal") ->
     if empty_windows(wide, shape):
         return Margin(found.upper, reason="a pooling window lies in padding alone")
     truth = searched_norm(wide, shape, seed, error=found.error)
-    return Margin(found.upper, truth, found.floor, "lowered the bound" in found.note)
+    apart = math.inf if found.pairs is None else differences(wide, shape, seed, found.pairs)
+    return Margin(found.upper, truth, found.floor, "lowered the bound" in found.note, apart)
+
+
+@torch.no_grad()
+def differences(model: nn.Module, shape: Shape, seed: int, bounds: Tensor) -> float:
+    """Return the smallest bound/norm − 1 over differences of two rows of Jacobians."""
+    draw = torch.Generator().manual_seed(seed)
+    points = torch.randn(40, *shape, generator=draw, dtype=torch.float64).to(
+        next(model.parameters())
+    )
+    points *= 10.0 ** torch.arange(-2, 2).repeat(10).reshape(-1, *[1] * len(shape)).to(points)
+    rows = jacobians(model, points)
+    truth = (rows[:, :, None] - rows[:, None]).norm(dim=-1).amax(0)
+    seen = truth > 0
+    ratios = bounds.to(truth)[seen] / truth[seen] - 1
+    return float(ratios.min()) if len(ratios) else math.inf
 
 
 def fails(case: tuple[nn.Module, Shape], seed: int, effort: str) -> bool:
@@ -238,12 +256,14 @@ def check_networks(seeds: Iterable[int], device: str = "cpu", effort: str = "nor
         tally.saw("network", [found.excess(found.truth)], [seed])
         if found.lowered:
             tally.saw("lowered by LipSDP", [found.excess(found.truth)], [seed])
+        if found.pairs < math.inf:
+            tally.saw("differences of outputs", [found.pairs], [seed])
         if found.floor:
             tally.saw("floor", [found.excess(found.floor)], [seed])
         if found.fails():
             wrong = partial(fails, seed=seed, effort=effort)
             small, smaller = shrink((model, shape), simpler_networks, wrong)
-            said = f"{found.upper!r} against {found.truth!r}, floor {found.floor!r}"
+            said = repr(found)
             tally.violated("network", [seed], said, reproduction(small, smaller, seed, effort))
     tally.counts = {"outcomes": outcomes, "modules": kinds, "reasons": reasons}
     return tally

@@ -15,9 +15,18 @@ from lipbound.files import PICKLED, SAFE, check_file
 
 DATA = Annotated[str | None, typer.Option(help="Data set. Default: the one of the training run.")]
 DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
+EFFORT = Annotated[
+    str,
+    typer.Option(
+        help="low, normal or high. 'low' bounds every operation by itself. 'normal' merges "
+        "linear operations first. 'high' bounds chains of layers together by LipSDP, which "
+        "is tighter and takes minutes."
+    ),
+]
 FOLDER = Annotated[Path | None, typer.Option(help="Folder that holds the image data.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
 OUT = Annotated[Path | None, typer.Option(help="Append the record to this JSON Lines file.")]
+EFFORTS = ("low", "normal", "high")  # as in lipbound.network.audits, whose import is slow
 PLOT = Annotated[Path | None, typer.Option(help="Draw a figure to this .svg or .png file.")]
 
 
@@ -39,6 +48,11 @@ def check_numbers(**given: float | None) -> None:
     for name, value in given.items():
         if value is not None and not value >= 0:
             raise ValueError(f"--{name.replace('_', '-')} {value:g} must be 0 or larger")
+
+
+def check_effort(effort: str) -> None:
+    if effort not in EFFORTS:
+        raise ValueError(f"--effort {effort!r} is not one of {', '.join(EFFORTS)}")
 
 
 def check_report(path: Path | None) -> None:

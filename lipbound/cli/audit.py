@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipbound.cli.arguments import (
+    EFFORT,
     bar,
+    check_effort,
     check_numbers,
     check_report,
     check_source,
@@ -19,8 +21,6 @@ from lipbound.files import check_writable, write
 
 if TYPE_CHECKING:
     from lipbound import Audit
-
-EFFORTS = ("low", "normal", "high")
 
 
 def audit(
@@ -41,14 +41,7 @@ def audit(
     rtol: Annotated[
         float, typer.Option(help="Relative width of each layer's certified interval.")
     ] = 1e-3,
-    effort: Annotated[
-        str,
-        typer.Option(
-            help="low, normal or high. 'low' bounds every operation by itself. 'normal' merges "
-            "linear operations first. 'high' bounds chains of layers together by LipSDP, which "
-            "is tighter and takes minutes."
-        ),
-    ] = "normal",
+    effort: EFFORT = "normal",
     method: Annotated[
         str, typer.Option(help="Bound to use for each convolution: spectral, lipbound, gram, ...")
     ] = "spectral",
@@ -90,8 +83,7 @@ def audit(
         raise ValueError(f"--html {str(html)!r} would overwrite the weights; choose another file")
     check_writable(html)
     check_report(html)
-    if effort not in EFFORTS:
-        raise ValueError(f"--effort {effort!r} is not one of {', '.join(EFFORTS)}")
+    check_effort(effort)
     check_numbers(fail_above=fail_above, minutes=minutes)
     from lipbound.cli.models import network_or_weights
     from lipbound.network.audits import audit_weights

@@ -12,11 +12,13 @@ import typer
 from lipbound.cli.arguments import (
     DATA,
     DEVICE,
+    EFFORT,
     FOLDER,
     JSON,
     OUT,
     PLOT,
     bar,
+    check_effort,
     check_numbers,
     check_plot,
     check_report,
@@ -49,6 +51,7 @@ def certify(
             "float32)."
         ),
     ] = "real",
+    effort: EFFORT = "normal",
     count: Annotated[int, typer.Option(help="Number of test images (0: all).")] = 0,
     attacked: Annotated[
         int,
@@ -76,6 +79,7 @@ def certify(
         from lipbound.registry import unknown
 
         raise unknown("arithmetic", arithmetic, ARITHMETICS)
+    check_effort(effort)
     check_plot(plot)
     check_report(html)
     check_writable(out, plot, html)
@@ -91,7 +95,7 @@ def certify(
     images = data_set(name, folder).test_images(count)
     record = certification(
         network, images, radii, pick_device(device),
-        arithmetic=arithmetic, attacked=attacked, batch=batch, progress=bar,
+        arithmetic=arithmetic, effort=effort, attacked=attacked, batch=batch, progress=bar,
         say=lambda what: typer.echo(f"{what} ...", err=True),
     )  # fmt: skip
     record["data"] = name

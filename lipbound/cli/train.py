@@ -30,7 +30,7 @@ def train(
         str,
         typer.Option(
             help="Settings to start from: digits, fast, fast-wrn, paper-cifar, paper-imagenet, "
-            "authors-code; for the arm certified: digits, fast, cifar."
+            "authors-code; for the arm certified: digits, fast, large, cifar."
         ),
     ] = "digits",
     model: Annotated[

@@ -65,7 +65,8 @@ def certify(
 
     If i is the prediction, the radius is :math:`\min_j (f_i - f_j - E_{ij}) / L_{ij}`. If the
     network ends in a Linear layer with rows w, :math:`L_{ij} = L_{features} \|w_i - w_j\|`.
-    Otherwise :math:`L_{ij} = \sqrt2\,L`, because the difference of two entries is √2-Lipschitz. E
+    Otherwise :math:`L_{ij} = \sqrt2\,L`, because the difference of two entries is √2-Lipschitz. An
+    audit with ``effort='high'`` may have proved smaller constants, ``audit.pairs``. E
     bounds everything else that can change the difference of two logits: their rounding, and small
     jumps of an operation such as PyTorch's softplus.
 
@@ -308,13 +309,16 @@ def _pairs(audit: Audit, classes: int) -> tuple[Tensor, Tensor]:
     """Return a Lipschitz constant of f_i − f_j and its error for every pair of classes."""
     whole = torch.full((classes, classes), math.sqrt(2) * (1 + 1e-15), dtype=torch.float64)
     gains, errors = _above(audit.upper, whole), _above(audit.error, whole)
+    for table in (audit.head, audit.pairs):
+        if table is not None and len(table) != classes:
+            raise ValueError(
+                f"the logits have {classes} classes, the audited network has {len(table)}; pass "
+                f"the audit of this network"
+            )
+    if audit.pairs is not None:
+        gains = torch.minimum(gains, audit.pairs)
     if audit.head is None:
         return gains, errors
-    if len(audit.head) != classes:
-        raise ValueError(
-            f"the logits have {classes} classes, the audited network has {len(audit.head)}; pass "
-            f"the audit of this network"
-        )
     rows = audit.head.double().cpu()
     pairs = torch.stack([norms_above(row - rows) for row in rows])
     if audit.head_error:  # rows may be equal only because of rounding

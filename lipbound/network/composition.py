@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lipbound.bounds.rounding import UNIT
 from lipbound.network.findings import Audit, StepReport, joined
 from lipbound.network.floors import floor
 from lipbound.network.graph import Call, Graph
@@ -94,22 +95,27 @@ def _tightened(
     found, left_out = runs(output, _device(graph))
     gains: dict[int, tuple[Value, Gain]] = {}
     failed: list[str] = []
+    logits = len(output.shape) == 2 and output.shape[0] == 1
     for run in found:
         try:
-            gains[id(run.result)] = run.source, gain(run, progress)
+            pairs = logits and run.result is output
+            gains[id(run.result)] = run.source, gain(run, progress, pairs)
         except NotPositive as error:
             failed.append(f"{_named(run.source, graph, values)}: {error}")
         except OutOfTime:
             failed.append("the time limit passed before the proof was complete")
     names = {id(value): name for name, value in reversed(values.items())}
     again: dict[str, Any] = {name: values[name] for name in graph.inputs}
-    lowered = False
+    lowered, apart = False, None
     for call in graph.calls:
         new = follow(call, again, options)
         old = values[call.name]
         if id(old) in gains:
             source, proved = gains[id(old)]
-            constant = up(proved.lipschitz * again[names[id(source)]].lipschitz)
+            before = again[names[id(source)]].lipschitz
+            constant = up(proved.lipschitz * before)
+            if proved.pairs is not None and not audit.error:
+                apart = proved.pairs * before * (1 + 4 * UNIT)
             if constant < new.lipschitz:
                 new, lowered = Value(new.shape, constant, origin=new.origin), True
         again[call.name] = new
@@ -131,7 +137,8 @@ def _tightened(
     if near > 0 and not least:
         seen = f"with freely chosen slopes a Jacobian norm of about {near:.2g} was found"
         said = joined(said, f"{seen}, but rounding is too large to prove it")
-    return _noted(replace(audit, upper=min(upper, audit.upper), floor=least), said)
+    found_now = replace(audit, upper=min(upper, audit.upper), floor=least, pairs=apart)
+    return _noted(found_now, said)
 
 
 def _noted(audit: Audit, note: str) -> Audit:

@@ -76,6 +76,8 @@ class Audit:
         floor: A number below which no method can go that only knows the same limits of the slopes
             of the activations, as LipSDP does. 0 means that none is known; only
             ``effort='high'`` looks for one.
+        pairs: Certified bounds on the Lipschitz constants of the differences of two outputs,
+            ``(classes, classes)``, if ``effort='high'`` proved them.
     """
 
     layers: tuple[LayerReport, ...]
@@ -93,6 +95,7 @@ class Audit:
     head_error: float = 0.0
     floor: float = 0.0
     weights: str = ""
+    pairs: Tensor | None = None
 
     @property
     def bounded_part(self) -> StepReport | None:

@@ -29,6 +29,7 @@ def certification(
     device: torch.device,
     *,
     arithmetic: str = "real",
+    effort: str = "normal",
     attacked: int = 0,
     batch: int = 250,
     say: Callable[[str], None] = lambda _: None,
@@ -42,6 +43,7 @@ def certification(
         radii: L2 radii.
         device: Device to compute on. The audit runs on the CPU.
         arithmetic: What to certify, see :func:`lipbound.certify`.
+        effort: How tightly to bound the network, see :func:`lipbound.audit`.
         attacked: Number of images to attack by PGD in L2, at every radius; 0 for none.
         batch: Number of images at a time.
         say: Called with the name of each stage when it begins.
@@ -67,7 +69,9 @@ def certification(
         raise ValueError(f"batch={batch} must be at least 1")
     began = time.perf_counter()
     say("audit")
-    bounds = audit(network.model.cpu(), network.input_shape, search=0)
+    bounds = audit(
+        network.model.cpu(), network.input_shape, search=0, effort=effort, progress=progress
+    )
     model = network.model.to(device)
     say("certificates")
     starts = range(0, len(labels), batch)
@@ -82,6 +86,7 @@ def certification(
         "arm": network.settings.arm,
         "model": network.settings.model,
         "arithmetic": found.arithmetic,
+        "effort": effort,
         "rounding": None if found.errors is None else _finite(float(found.errors.median())),
         "lost_to_rounding": found.lost,
         "lipschitz": bounds.upper if math.isfinite(bounds.upper) else None,

@@ -19,7 +19,7 @@ from zoo import Run, conv
 from lipbound import audit
 from lipbound.network.graph import capture
 from lipbound.network.jacobian import jacobian_norm
-from lipbound.network.lipsdp import cover, gains, multipliers, pieces, reading
+from lipbound.network.lipsdp import cover, gains, multipliers, pairs, pieces, reading
 from lipbound.network.lipsdp.laurent import Laurent
 from lipbound.network.rules import RULES, Options, Value, follow
 from lipbound.robust.models import ResNet
@@ -67,6 +67,9 @@ def normed(channels: int) -> nn.Module:
     return norm
 
 
+POOLED = "residual, avg_pool2d over x.size()"
+
+
 def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     torch.manual_seed(0)
     found: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -78,7 +81,7 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
             sequence(conv(2, 4), nn.ReLU(), conv(4, 4, stride=2), nn.ReLU(), conv(4, 3), nn.ReLU()),
             (2, 6, 6),
         ),
-        "residual, avg_pool2d over x.size()": (
+        POOLED: (
             Run(residual, **parts(), stem=conv(2, 3), one=conv(3, 4), two=conv(4, 3),
                 three=conv(3, 4, stride=2), four=conv(4, 5), head=nn.Linear(5, 3)),
             (2, 6, 6),
@@ -212,6 +215,67 @@ def test_above_every_jacobian_and_below_the_graph(name):
     assert high.floor <= high.upper
     assert (high.floor > 0) == (name != "unknown middle part")
     assert ("aten.max_pool2d" in high.note) == (name == "unknown middle part")
+
+
+class Apart(nn.Module):
+    """The difference of two outputs."""
+
+    def __init__(self, model: nn.Module, i: int, j: int):
+        super().__init__()
+        self.model, self.i, self.j = model, i, j
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.model(x)
+        return y[:, self.i : self.i + 1] - y[:, self.j : self.j + 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["residual, avg_pool2d over x.size()", "pre-activation", "flatten", "dense"]
+)
+def test_differences_of_outputs_are_above_every_jacobian(name):
+    model, shape = NETWORKS[name]
+    found = audit(model, shape, search=0, effort="high")
+    assert found.pairs is not None
+    assert bool((found.pairs < 1.02 * math.sqrt(2) * found.upper).all())
+    assert bool((found.pairs == found.pairs.T).all())
+    for i, j in ((0, 1), (0, len(found.pairs) - 1)):
+        truth = max(floor(Apart(model, i, j), shape, seed) for seed in range(3))
+        assert 0 < truth <= float(found.pairs[i, j]) * (1 + 1e-12)
+
+
+def test_without_constants_of_differences_the_bound_stays():
+    """The last stage of this network gives none, and those of another stage must not be taken."""
+    torch.manual_seed(0)
+    ending = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)]
+    model = sequence(nn.ReLU(), nn.AvgPool2d(2), *ending).double()
+    found = audit(model, (3, 5, 4), search=0, effort="high")
+    assert found.pairs is None
+    assert floor(model, (3, 5, 4), 0) <= found.upper * (1 + 1e-12)
+
+
+def test_differences_of_linear_outputs_are_tight():
+    torch.manual_seed(0)
+    model = sequence(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    rows = (model[1].weight @ model[0].weight).detach()
+    found = audit(model, (5,), search=0, effort="high").pairs
+    ratios = found / (rows[:, None] - rows[None]).norm(dim=-1)
+    each = ratios[~torch.eye(3, dtype=torch.bool)]
+    assert 1 <= float(each.min()) <= float(each.max()) < 1 + 1e-5
+
+
+@pytest.mark.parametrize("room", [1.02, 0.99])
+def test_smaller_constants_of_differences_are_not_proved(room, monkeypatch):
+    run = first_run(*NETWORKS[POOLED])
+    stage, index = run.stages[-1], len(run.stages) - 1
+    found = multipliers.optimised(run.stages, 25)
+    ones = torch.ones(stage.sizes[-1], dtype=torch.float64)
+    fixed = multipliers.fixed(found, index, ones, 0.003)
+    monkeypatch.setattr(pairs, "ROOMS", (room,))
+    if room > 1:
+        assert bool((pairs.pair_constants(stage, fixed) >= 0).all())
+    else:
+        with pytest.raises(cover.NotPositive):
+            pairs.pair_constants(stage, fixed)
 
 
 def first_run(model: nn.Module, shape: tuple[int, ...]) -> reading.Run:

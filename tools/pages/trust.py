@@ -29,6 +29,7 @@ CLAIMS = {
     "constrain": "σ1 of a layer in `constrain(layer, norm).eval()` ≤ norm",
     "network": "`audit(model, shape).upper` ≥ every Jacobian norm found",
     "lowered by LipSDP": "the same where LipSDP lowered the bound",
+    "differences of outputs": '`audit(model, shape, effort="high").pairs` ≥ every difference of two rows of a Jacobian found',
     "floor": '`audit(model, shape, effort="high").upper` ≥ `floor`',
     "rounding, float32": "rounding of every value of a float32 network ≤ its bound",
     "rounding, float64": "rounding of every value of a float64 network ≤ its bound",

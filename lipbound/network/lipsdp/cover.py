@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from lipbound.runtime import Progress, check_time, in_pieces, piece, silent
 from lipbound.symbols import positions
 
 MEMORY = 1 << 28  # bytes of matrices at once
+TAU = 1e-10  # relative to c: how far a form stays above LL*, where its factor L is used
 SMALLEST = 2.0**-7  # relative size of cells at which to give up
 
 
@@ -75,8 +77,7 @@ def form_of(stage: Stage, fixed: Fixed) -> Form:
     starts = dict(
         zip(variables, np.cumsum([0, *[stage.sizes[i] for i in variables]]), strict=False)
     )
-    numbers = {0: fixed.source, **fixed.inner}
-    scales = {i: 1 / numbers[i].sqrt() for i in variables}
+    numbers, scales = fixed.numbers, fixed.scales
     linear = _expanded(stage)
     blocks: dict[tuple[int, int], Laurent] = {}
 
@@ -110,6 +111,12 @@ def form_of(stage: Stage, fixed: Fixed) -> Form:
         if bool((low * high != 0).any()):
             form(before, 2 * low * high * numbers[i])
     return _gathered(blocks, starts, stage)
+
+
+def linear_result(stage: Stage, fixed: Fixed) -> dict[int, Laurent]:
+    """Return the result as a sum of operators on the variables, which are scaled as in the form."""
+    parts = _expanded(stage)[-1]
+    return {i: op.scaled(right=fixed.scales[i]) for i, op in parts.items()}
 
 
 def _expanded(stage: Stage) -> list[dict[int, Laurent]]:
@@ -184,9 +191,27 @@ class _Torus:
         return torch.from_numpy(array)
 
 
+class Wanted(Protocol):
+    """Something to prove besides, from the factors of the form; see :mod:`.pairs`."""
+
+    def hold(self, factor: Tensor, tau: Tensor) -> Tensor:
+        """Tell at which centres it holds, given LL* + τI ≤ M − c(1 − cos θ)I."""
+
+
 @torch.no_grad()
-def prove(form: Form, most: int = 20_000, progress: Progress = silent) -> int:
+def prove(
+    form: Form,
+    most: int = 20_000,
+    progress: Progress = silent,
+    wanted: Wanted | None = None,
+) -> int:
     """Prove that a form is positive definite at all frequencies; return the number of centres.
+
+    Args:
+        form: The form.
+        most: Largest number of centres.
+        progress: Shows how far the proof is.
+        wanted: What must hold at every centre besides.
 
     Raises:
         NotPositive: If no proof was found.
@@ -212,7 +237,8 @@ def prove(form: Form, most: int = 20_000, progress: Progress = silent) -> int:
         for start in progress(range(0, len(cells), step), "cells"):
             check_time()
             some = slice(start, start + step)
-            good[some] = _definite(form, cells.frequency[some], cells.angle[some], level, chol)
+            place, angle = cells.frequency[some], cells.angle[some]
+            good[some] = _definite(form, place, angle, level, chol, wanted)
         if good.all():
             return proved
         if not cover.active:
@@ -237,7 +263,12 @@ def _level(form: Form, frequencies: np.ndarray) -> float:
 
 
 def _definite(
-    form: Form, frequencies: np.ndarray, angles: np.ndarray, level: float, chol: float
+    form: Form,
+    frequencies: np.ndarray,
+    angles: np.ndarray,
+    level: float,
+    chol: float,
+    wanted: Wanted | None,
 ) -> np.ndarray:
     """Test both inequalities at some centres."""
 
@@ -251,8 +282,11 @@ def _definite(
         room = form.error + chol * (trace + count * 3 * level) * (1 + 1e-12) + 1e-13 * level
         low = level * (1 - cosine) + room
         high = level * (1 + cosine) - room
-        one = positive((matrices - low[:, None, None] * eye).contiguous())
         other = positive((high[:, None, None] * eye - matrices).contiguous())
-        return one & other
+        if wanted is None:
+            return other & positive((matrices - low[:, None, None] * eye).contiguous())
+        tau = torch.full_like(low, TAU * level)
+        factor, failed = torch.linalg.cholesky_ex(matrices - (low + 2 * tau)[:, None, None] * eye)
+        return other & (wanted.hold(factor, tau) & (failed == 0)).cpu().numpy()
 
     return in_pieces(run)

@@ -6,14 +6,18 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from lipbound.bounds.rounding import UNIT
 from lipbound.network.lipsdp.cover import NotPositive, form_of, prove
 from lipbound.network.lipsdp.multipliers import Fixed, Multipliers, fixed, optimised
+from lipbound.network.lipsdp.pairs import pair_constants
 from lipbound.network.lipsdp.reading import Run
+from lipbound.network.lipsdp.stages import Stage
 from lipbound.network.rules.values import up
-from lipbound.runtime import Progress, first_line, silent
+from lipbound.runtime import OutOfTime, Progress, first_line, silent
 
-SLACKS = (0.003, 0.01, 0.03, 0.1, 0.3)
+SLACKS = (0.0005, 0.0015, 0.005, 0.02, 0.1, 0.3)
 """Room to leave in every elimination; tried in this order, because room costs tightness."""
 DENSE = (1e-9, 1e-6, *SLACKS)
 """The same without frequencies: no room is needed between them."""
@@ -26,14 +30,22 @@ class Gain:
     Attributes:
         lipschitz: Lipschitz constant of the map from the run's source to its result.
         centres: Number of frequencies at which matrices were factored.
+        pairs: Lipschitz constants of the differences of two entries of the result, if they were
+            asked for and proved.
     """
 
     lipschitz: float
     centres: int
+    pairs: Tensor | None = None
 
 
-def gain(run: Run, progress: Progress = silent) -> Gain:
+def gain(run: Run, progress: Progress = silent, pairs: bool = False) -> Gain:
     """Choose multipliers for the stages of a run and prove its Lipschitz constant with them.
+
+    Args:
+        run: The stages.
+        progress: Shows how far the work is.
+        pairs: Whether to prove constants for the differences of two entries of the result, too.
 
     Raises:
         NotPositive: If no stage with some room could be proved.
@@ -46,17 +58,31 @@ def gain(run: Run, progress: Progress = silent) -> Gain:
     last = run.stages[-1]
     weights = torch.ones(last.sizes[-1], dtype=torch.float64, device=last.device)
     centres, numbers = 0, Fixed(weights, {}, weights)
+    apart = None
     for index in reversed(range(len(run.stages))):
         numbers, more = _proved(multipliers, index, weights, progress)
         centres += more
+        if pairs and run.stages[index] is last:
+            apart = _apart(last, numbers, progress)
         if index:
             weights = multipliers.weights_before(index, numbers)
     square = float(numbers.source.max())  # all are equal in the first stage
-    return Gain(up(up(math.sqrt(square))), centres)
+    root = up(up(math.sqrt(square)))
+    if apart is not None:
+        apart = apart * root * (1 + 4 * UNIT)
+    return Gain(root, centres, apart)
+
+
+def _apart(stage: Stage, numbers: Fixed, progress: Progress) -> Tensor | None:
+    """Return constants of the differences of two entries of the result, or ``None``."""
+    try:
+        return pair_constants(stage, numbers, progress)
+    except (NotPositive, OutOfTime, torch.linalg.LinAlgError):
+        return None
 
 
 def _proved(
-    multipliers: Multipliers, index: int, weights: torch.Tensor, progress: Progress
+    multipliers: Multipliers, index: int, weights: Tensor, progress: Progress
 ) -> tuple[Fixed, int]:
     """Return multipliers of one stage with which its inequality is proved at all frequencies."""
     for slack in SLACKS if multipliers.stages[index].dims else DENSE:

@@ -30,10 +30,13 @@ from lipbound.network.lipsdp.stages import Stage
 from lipbound.runtime import Progress, silent, time_is_up
 from lipbound.symbols import grid, radians
 
-STEPS = 200
+STEPS = 200  # at least
+EACH = 10  # steps for each activation of a deep network
 DENSE = 1000  # steps for small dense networks, where a step is cheap
 SMALL = 512  # rows of a small network's largest stage
-EVERY = 10  # steps between searches for the frequencies that decide
+EVERY = 5  # steps between searches for the frequencies that decide
+KEPT = 6  # searches whose frequencies are kept
+MEAN = 0.75  # share of the steps after which the mean of the multipliers begins
 NOTHING = 1e-12  # share of a matrix in the largest eigenvalue that counts as 0
 FINE = 35  # samples of the grid on which multipliers are fixed
 Largest = Callable[[Tensor], Tensor]
@@ -47,6 +50,16 @@ class Fixed:
     weights: Tensor  # X: a diagonal (n,)
     inner: dict[int, Tensor]
     source: Tensor  # P: a diagonal (n,)
+
+    @property
+    def numbers(self) -> dict[int, Tensor]:
+        """The numbers of the source and of the activations."""
+        return {0: self.source, **self.inner}
+
+    @property
+    def scales(self) -> dict[int, Tensor]:
+        """What the source and the activations are divided by in the form."""
+        return {i: 1 / number.sqrt() for i, number in self.numbers.items()}
 
 
 class Multipliers:
@@ -139,7 +152,7 @@ def eliminated(
         own = own * (1 + slack)
         tie = stage.ties[node]
         shape, excess = parameters[node]
-        level = largest(_weighted(own, shape[tie])) + math.log1p(slack)
+        level = largest(_weighted(own, shape[tie]))
         number = (shape[tie] + level).exp() * (1 + excess.exp()) / 2
         chosen[node] = number
         before, slopes = stage.inputs[node], stage.slopes[node]
@@ -306,22 +319,26 @@ def optimised(
 
     A network of dense layers has no frequencies, and its multipliers are chosen to four digits. A
     coarse grid that is shifted at random misses the highest peaks. So every few steps a finer
-    grid is searched for the frequencies that decide the bound, and these are kept for a while. It
-    stops early when the bound has not fallen for some time.
+    grid is searched for the frequencies that decide the bound, and these are kept for a while. The
+    frequency that decides changes from step to step, so the multipliers swing; their mean over the
+    last steps is better than the last ones. It stops early when the bound has not fallen for some
+    time.
     """
     found = Multipliers(stages)
     parameters = found.parameters()
     if not parameters:  # a single stage without activations
         return found
     dense = not any(stage.dims for stage in stages) and max(s.rows for s in stages) <= SMALL
-    steps = steps or (DENSE if dense else STEPS)
+    depth = sum(len(stage.activations) for stage in stages)
+    steps = steps or (DENSE if dense else max(STEPS, EACH * depth))
     found.dtype = torch.complex128 if dense else found.dtype
-    optimizer = torch.optim.Adam(parameters, 0.08)
-    last_rate, last_power = (3e-4, 14) if dense else (2e-3, 8)
+    optimizer = torch.optim.Adam(parameters, 0.08, betas=(0.9, 0.999 if dense else 0.99))
+    last_rate, last_power = (3e-4, 14) if dense else (1e-3, 9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, last_rate)
     draw = torch.Generator().manual_seed(0)
     recent: list[float] = []
     peaks: list[list[Tensor]] = [[] for _ in stages]
+    means, summed = [torch.zeros_like(p) for p in parameters], 0
     for step in progress(range(steps), "multipliers"):
         if time_is_up() or (not dense and _settled(recent)):  # any multipliers are valid
             break
@@ -329,7 +346,7 @@ def optimised(
         if step % EVERY == EVERY - 1 and not dense:
             for kept, new in zip(peaks, deciding(found, samples * 3, draw), strict=True):
                 kept.append(new)
-                del kept[:-3]
+                del kept[:-KEPT]
         points = [
             torch.cat([frequencies(stage, samples, draw), *kept])
             for stage, kept in zip(stages, peaks, strict=True)
@@ -342,6 +359,13 @@ def optimised(
         optimizer.step()
         schedule.step()
         recent.append(float(loss.detach()))
+        if step >= MEAN * steps and not dense:
+            summed += 1
+            for mean, parameter in zip(means, parameters, strict=True):
+                mean += (parameter.detach() - mean) / summed
+    if summed:
+        for mean, parameter in zip(means, parameters, strict=True):
+            parameter.data.copy_(mean)
     return found
 
 
@@ -358,8 +382,9 @@ def _settled(recent: Sequence[float], span: int = 40) -> bool:
     """Tell whether the mean over the last steps is as high as that before them."""
     if len(recent) < 3 * span:
         return False
+    noise = max(recent[-span:]) - min(recent[-span:])  # of the grids, which are drawn at random
     late, soon = sum(recent[-span:]) / span, sum(recent[-2 * span : -span]) / span
-    return late > soon - 1e-4
+    return late > soon - 1e-4 and noise < 1e-2
 
 
 @torch.no_grad()

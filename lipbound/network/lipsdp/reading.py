@@ -14,7 +14,7 @@ from lipbound.network.lipsdp.stages import Node, Stage, compiled
 from lipbound.network.rules import Value
 from lipbound.runtime import first_line
 
-ROWS = 1024  # size of a stage's matrix at which a new stage begins
+ROWS = 1400  # size of a stage's matrix at which a new stage begins
 
 
 def parents(value: Value) -> list[Value]:
