@@ -196,7 +196,7 @@ def by_autoattack(
     for radius in RADII[:2]:
         chosen = (result.certified > radius).nonzero()[:count, 0]
         clean, labels = images[0][chosen].to(device).float() / 255, images[1][chosen].to(device)
-        attack = autoattack(model, clean, labels, radius=radius, ball="l2")
+        attack = autoattack(model, clean, labels, radius=radius, ball="l2", batch=1000)
         with torch.no_grad():
             fell = exact(attack.images.double()).argmax(1) != labels
         moved = (attack.images.double() - clean.double()).flatten(1).norm(dim=1)

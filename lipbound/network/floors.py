@@ -8,6 +8,8 @@ linear maps and fixed slopes, whose gain is rounded down.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from lipbound.runtime import Progress, silent, time_is_up
 ROUNDS = 30
 POLISH = 40  # power iterations with the final slopes
 GROUPS = 4  # of activations, whose slopes are chosen one group after the other
+STARTS, SMALL = 8, 1000  # random starts of networks with at most so many slopes
 SETTLED = 1.002  # growth of the norm in three rounds at which the search stops
 LARGE = 2.0**30  # norm of the input, in comparison with which biases do not matter
 
@@ -37,6 +40,11 @@ class Freed(nn.Module):
         self.graph, self.names = graph, list(slopes)
         self.calls = [call.in_float64() for call in graph.calls]
         self.slopes = nn.ParameterList(slopes.values())
+
+    def choose(self, slopes: list[Tensor]) -> None:
+        """Use these slopes from now on."""
+        for mine, chosen in zip(self.slopes, slopes, strict=True):
+            mine.data = chosen.clone()
 
     def forward(self, x: Tensor) -> Tensor:
         (first,) = self.graph.inputs
@@ -71,7 +79,11 @@ def floor(
     try:
         free, ends = _freed(graph, values, device)
         (shape,) = graph.inputs.values()
-        vector, best = _searched(free, ends, torch.zeros(shape, device=device).double(), progress)
+        zero = torch.zeros(shape, device=device).double()
+        starts = [[slope.detach().clone() for slope in free.slopes], *_random(free, ends)]
+        found = [_searched(free, ends, start, zero, progress) for start in starts]
+        best, vector, slopes = max(found, key=lambda one: one[0])
+        free.choose(slopes)
         return _rounded_down(free, vector), best
     except (NotRead, NotCaptured, NotProved, RuntimeError, ValueError, ArithmeticError):
         return 0.0, 0.0
@@ -80,8 +92,7 @@ def floor(
 def _freed(
     graph: Graph, values: dict[str, Any], device: torch.device
 ) -> tuple[Freed, list[tuple[Tensor, Tensor]]]:
-    """Return the network with random slopes, and the least and greatest slope of each entry."""
-    draw = torch.Generator().manual_seed(0)
+    """Return the network with its greatest slopes, and the ends of the slopes of each entry."""
     slopes, ends = {}, []
     for call in graph.calls:
         step = values[call.name].origin if isinstance(values[call.name], Value) else None
@@ -89,24 +100,41 @@ def _freed(
             continue
         low, high = slopes_of(step, call.shape[1]).reshape(2, 1, -1, *[1] * (len(call.shape) - 2))
         low, high = low.to(device), high.to(device)
-        drawn = (torch.rand(call.shape, generator=draw) < 0.5).to(device)
-        slopes[call.name] = torch.where(drawn, high, low)
+        slopes[call.name] = high.expand(call.shape).clone()
         ends.append((low, high))
     return Freed(graph, slopes), ends
 
 
+def _random(free: Freed, ends: list[tuple[Tensor, Tensor]]) -> Iterator[list[Tensor]]:
+    """Draw slopes at their ends: several times for a small network, once for a large one."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [slope.shape for slope in free.slopes]
+    for _ in range(STARTS if sum(map(math.prod, shapes)) <= SMALL else 1):
+        drawn = [torch.rand(shape, generator=draw) < 0.5 for shape in shapes]
+        yield [
+            torch.where(d.to(low.device), high, low)
+            for d, (low, high) in zip(drawn, ends, strict=True)
+        ]
+
+
 def _searched(
-    free: Freed, ends: list[tuple[Tensor, Tensor]], zero: Tensor, progress: Progress
-) -> tuple[Tensor, float]:
+    free: Freed,
+    ends: list[tuple[Tensor, Tensor]],
+    start: list[Tensor],
+    zero: Tensor,
+    progress: Progress,
+) -> tuple[float, Tensor, list[Tensor]]:
     """Choose slopes and an input of norm 1 for which the change of the output is large.
 
-    Return the input and the norm of the change.
+    Return the norm of the change, the input and the slopes.
 
     For a given input and direction of the output, each slope is best at one of its ends. The slopes
-    of some activations at a time are chosen so, between steps of power iteration.
+    of some activations at a time are chosen so, between steps of power iteration. This ends in a
+    local maximum, so it is begun from several slopes.
     """
     draw = torch.Generator().manual_seed(0)
     vector = torch.randn(zero.shape, generator=draw, dtype=torch.float64).to(zero)
+    free.choose(start)
     vector, left, best = _power(free, vector / vector.norm(), 8)
     kept, recent = (vector, [s.detach().clone() for s in free.slopes]), [best]
     for _ in progress(range(ROUNDS), "floor"):
@@ -124,10 +152,9 @@ def _searched(
         if norm > best:
             best, kept = norm, (vector, [s.detach().clone() for s in free.slopes])
         recent.append(norm)
-    for slope, chosen in zip(free.slopes, kept[1], strict=True):
-        slope.data = chosen
+    free.choose(kept[1])
     vector, _, best = _power(free, kept[0], POLISH)
-    return vector, best
+    return best, vector, kept[1]
 
 
 def _power(free: Freed, vector: Tensor, steps: int) -> tuple[Tensor, Tensor, float]:

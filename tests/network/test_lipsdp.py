@@ -404,7 +404,7 @@ def test_the_floor_is_the_largest_jacobian_over_all_slopes(activation, seed):
     ends = torch.cartesian_prod(*[torch.tensor([least, 1.0], dtype=torch.float64)] * 6)
     truth = torch.linalg.matrix_norm(last @ (ends[:, :, None] * first), 2).max()
     found = audit(model, (3,), effort="high", search=0)
-    assert 0.9 * truth < found.floor <= truth
+    assert 0.999 * truth < found.floor <= truth
     assert found.floor <= found.upper
 
 
