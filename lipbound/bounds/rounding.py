@@ -192,6 +192,17 @@ def normalised(tensor: Tensor) -> tuple[Tensor, float]:
     return wide / 2.0**half / 2.0 ** (exponent - half), 2.0**exponent
 
 
+def products_above(numbers: Tensor, factor: float) -> Tensor:
+    """Return numbers ≥ 0 times a factor ≥ 0, rounded up; 0 only for zeros.
+
+    Example:
+        >>> products_above(torch.tensor([0.0, 1e-200]).double(), 1e-200) > 0
+        tensor([False,  True])
+    """
+    above = torch.nextafter(numbers * factor, torch.full_like(numbers, math.inf))
+    return torch.where(numbers == 0, 0.0, above)
+
+
 def norms_above(rows: Tensor) -> Tensor:
     """Bound ‖x‖₂ along the last axis from above, for entries of any size; 0 only for zeros.
 

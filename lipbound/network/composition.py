@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lipbound.bounds.rounding import UNIT
+from lipbound.bounds.rounding import products_above
 from lipbound.network.findings import Audit, StepReport, joined
 from lipbound.network.floors import floor
 from lipbound.network.graph import Call, Graph
@@ -98,7 +98,8 @@ def _tightened(
     logits = len(output.shape) == 2 and output.shape[0] == 1
     for run in found:
         try:
-            pairs = logits and run.result is output
+            last = run.stages[-1].sizes[-1]  # the channels of an image that is only flattened
+            pairs = logits and run.result is output and last == output.shape[1]
             gains[id(run.result)] = run.source, gain(run, progress, pairs)
         except NotPositive as error:
             failed.append(f"{_named(run.source, graph, values)}: {error}")
@@ -115,7 +116,7 @@ def _tightened(
             before = again[names[id(source)]].lipschitz
             constant = up(proved.lipschitz * before)
             if proved.pairs is not None and not audit.error:
-                apart = proved.pairs * before * (1 + 4 * UNIT)
+                apart = products_above(proved.pairs, before)
             if constant < new.lipschitz:
                 new, lowered = Value(new.shape, constant, origin=new.origin), True
         again[call.name] = new

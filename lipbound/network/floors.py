@@ -98,6 +98,8 @@ def _freed(
         step = values[call.name].origin if isinstance(values[call.name], Value) else None
         if call.op not in ACTIVATIONS or step is None or call.shape is None:
             continue
+        if len(call.shape) < 2:
+            raise NotRead("an activation without a channel axis")
         low, high = slopes_of(step, call.shape[1]).reshape(2, 1, -1, *[1] * (len(call.shape) - 2))
         low, high = low.to(device), high.to(device)
         slopes[call.name] = high.expand(call.shape).clone()

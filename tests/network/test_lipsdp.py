@@ -16,7 +16,7 @@ from scipy import sparse
 from torch import Tensor, nn
 from zoo import Run, conv
 
-from lipbound import audit
+from lipbound import audit, certify
 from lipbound.network.graph import capture
 from lipbound.network.jacobian import jacobian_norm
 from lipbound.network.lipsdp import cover, gains, multipliers, pairs, pieces, reading
@@ -243,14 +243,61 @@ def test_differences_of_outputs_are_above_every_jacobian(name):
         assert 0 < truth <= float(found.pairs[i, j]) * (1 + 1e-12)
 
 
-def test_without_constants_of_differences_the_bound_stays():
-    """The last stage of this network gives none, and those of another stage must not be taken."""
+def test_constants_of_differences_are_those_of_the_last_stage():
+    """Multipliers of another stage were taken once, when those of the last one gave nothing."""
     torch.manual_seed(0)
     ending = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)]
     model = sequence(nn.ReLU(), nn.AvgPool2d(2), *ending).double()
     found = audit(model, (3, 5, 4), search=0, effort="high")
-    assert found.pairs is None
+    assert found.pairs is None or bool((found.pairs < 1.02 * math.sqrt(2) * found.upper).all())
     assert floor(model, (3, 5, 4), 0) <= found.upper * (1 + 1e-12)
+
+
+TINY = {
+    "head": lambda: sequence(conv(2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)),
+    "pooled": lambda: sequence(
+        conv(2, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("scale", [1e-150, 1e-306])
+def test_differences_never_underflow(name, scale):
+    torch.manual_seed(0)
+    model = TINY[name]().double().eval()
+    with torch.no_grad():
+        model[-1].weight *= scale
+    found = audit(model, (2, 4, 4), search=0, effort="high").pairs
+    rows = torch.func.jacrev(model)(torch.randn(1, 2, 4, 4, dtype=torch.float64)).reshape(3, -1)
+    entries = (rows[:, None] - rows[None]).abs().amax(-1)  # squares would underflow
+    assert found is None or bool((found >= entries).all())
+
+
+def test_equal_rows_of_the_head_leave_the_other_differences():
+    torch.manual_seed(0)
+    model = sequence(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    with torch.no_grad():
+        model[2].weight[1] = model[2].weight[0]
+    found = audit(model, (4,), search=0, effort="high")
+    assert 0 <= found.pairs[0, 1] < 1e-4 * found.upper < found.pairs[0, 2]
+
+
+def test_channels_of_a_flattened_image_are_not_outputs():
+    model = sequence(conv(2, 3, 1), nn.ReLU(), conv(3, 2, 1), nn.Flatten()).double().eval()
+    found = audit(model, (2, 1, 3), search=0, effort="high")
+    assert found.pairs is None
+    assert len(certify(model, found, torch.zeros(1, 2, 1, 3, dtype=torch.float64))) == 1
+
+
+class SortedSigmoid(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten().sigmoid().sort().values[None]
+
+
+def test_an_activation_without_channels_has_no_floor():
+    found = audit(SortedSigmoid(), (3,), search=0, effort="high")
+    assert found.floor == 0
 
 
 def test_differences_of_linear_outputs_are_tight():

@@ -324,6 +324,12 @@ When LipSDP on symbols was added, a reader broke it too, before any release:
 - The rounding of BatchNorm's ε in float32 was left out where almost everything cancels: 6 % too low. This also concerned `effort="normal"` for differences of merged branches.
 - Weights of size 1e10 ended in a traceback.
 
+When LipSDP learned to bound the differences of two outputs, a search and a reader attacked it, before any release:
+
+- If the last part of a network gave no such bounds, those of an earlier part were tried in its place. The random networks found it.
+- Squares underflow: for a classifier with weights near 1e-306 the bound was 0, and the radius infinite. Such bounds are now refused, and every product is rounded up.
+- The channels of an image that is only flattened at the end were taken for the outputs, and an activation without a channel axis ended the audit with an error.
+
 No check sees the following: values that a forward method reads in a hidden way (in another thread, through ctypes or `to_dlpack`), and a network that changes its behaviour later, by a counter in a global variable or by the clock. An audit holds for one precision: a forward method that branches on the dtype of its input is another network in each precision.
 """
 

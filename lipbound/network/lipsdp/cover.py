@@ -41,7 +41,7 @@ from lipbound.runtime import Progress, check_time, in_pieces, piece, silent
 from lipbound.symbols import positions
 
 MEMORY = 1 << 28  # bytes of matrices at once
-TAU = 1e-10  # relative to c: how far a form stays above LL*, where its factor L is used
+TAU = 1e-6  # relative to c: how far a form stays above LL*, where its factor L is used
 SMALLEST = 2.0**-7  # relative size of cells at which to give up
 
 

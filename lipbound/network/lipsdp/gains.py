@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipbound.bounds.rounding import UNIT
+from lipbound.bounds.rounding import products_above
 from lipbound.network.lipsdp.cover import NotPositive, form_of, prove
 from lipbound.network.lipsdp.multipliers import Fixed, Multipliers, fixed, optimised
 from lipbound.network.lipsdp.pairs import pair_constants
@@ -69,7 +69,7 @@ def gain(run: Run, progress: Progress = silent, pairs: bool = False) -> Gain:
     square = float(numbers.source.max())  # all are equal in the first stage
     root = up(up(math.sqrt(square)))
     if apart is not None:
-        apart = apart * root * (1 + 4 * UNIT)
+        apart = products_above(apart, root)
     return Gain(root, centres, apart)
 
 

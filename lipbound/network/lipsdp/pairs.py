@@ -7,9 +7,8 @@ centre of a cell serves all pairs.
 
 *Rounding.* Let A = N − c(1 − cos θ)I − room be the matrix that is factored (see :mod:`cover`), with
 the factor L, and W the computed solution of LW = H*. The room is so large that N − c(1 − cos θ)I ≥
-LL* + τI. The residual R = H* − LW and the error of H together have the norm r on a pair. Then v =
-LWd + e with ‖e‖ ≤ r, and vv* ≤ (1 + η)‖Wd‖²LL* + (1 + 1/η)r²I ≤ γ²(LL* + τI) for
-γ² = max((1 + η)‖Wd‖², (1 + 1/η)r²/τ).
+LL* + τI =: B. The residual R = H* − LW and the error of H together have the norm r on a pair. Then
+v = LWd + e with ‖e‖ ≤ r, so ‖B^(−1/2)v‖ ≤ ‖Wd‖ + r/√τ =: γ, and vv* ≤ γ²B.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lipbound.bounds.rounding import UNIT, gamma_complex
-from lipbound.network.lipsdp.cover import Form, NotPositive, form_of, linear_result, prove
+from lipbound.network.lipsdp.cover import TAU, Form, NotPositive, form_of, linear_result, prove
 from lipbound.network.lipsdp.multipliers import Fixed, frequencies
 from lipbound.network.lipsdp.stages import Stage
 from lipbound.runtime import Progress, silent
@@ -30,7 +29,7 @@ ROOMS = (1.01, 1.03, 1.1)
 """How far the constants are above those of a grid; tried in this order."""
 DENSE = (1 + 1e-6, *ROOMS)
 """The same without frequencies."""
-ETA = 1e-6
+LEAST = 1e-200  # of γ²: squares that underflow would be far smaller
 
 
 @dataclass(eq=False)
@@ -68,10 +67,9 @@ class Pairs:
         unsure = gamma_complex(count + 8) * (tall + size[:, None] * lengths)
         rests = (rests * (1 + gamma_complex(count + 8)) + unsure + self.error) * (1 + 1e-12)
         apart = solved[:, :, self.first] - solved[:, :, self.second]
-        squares = torch.linalg.vector_norm(apart, dim=1) ** 2 * (1 + gamma_complex(count + 16))
+        length = torch.linalg.vector_norm(apart, dim=1) * (1 + gamma_complex(count + 16))
         rest = rests[:, self.first] + rests[:, self.second]
-        worst = (1 + 1 / ETA) * rest**2 / tau[:, None]
-        return torch.maximum((1 + ETA) * squares, worst) * (1 + 1e-9)
+        return (length + rest / tau[:, None].sqrt()) ** 2 * (1 + 1e-9)
 
     def hold(self, factor: Tensor, tau: Tensor) -> Tensor:
         """Tell at which centres all γ² are proved."""
@@ -101,6 +99,8 @@ def pair_constants(stage: Stage, fixed: Fixed, progress: Progress = silent) -> T
     first, second = pairs.T
     wanted = Pairs(head, error * (1 + 1e-12), first, second, torch.zeros(()))
     nearly = _nearly(form, wanted, frequencies(stage, 7))
+    if not bool((nearly > LEAST).all()):
+        raise NotPositive("the differences of the outputs are too small for float64")
     for room in ROOMS if stage.dims else DENSE:
         wanted.squares = nearly * room**2
         try:
@@ -122,5 +122,6 @@ def _nearly(form: Form, wanted: Pairs, points: Tensor) -> Tensor:
         factor, failed = torch.linalg.cholesky_ex(form.at(some))
         if bool(failed.any()):
             raise NotPositive("the form without its result is not positive definite")
-        best = torch.maximum(best, wanted.values(factor, factor.new_ones(len(some)).real).amax(0))
+        tau = torch.full_like(best[:1], TAU / 4).expand(len(some))
+        best = torch.maximum(best, wanted.values(factor, tau).amax(0))
     return best
