@@ -196,7 +196,7 @@ def products_above(numbers: Tensor, factor: float) -> Tensor:
     """Return numbers ≥ 0 times a factor ≥ 0, rounded up; 0 only for zeros.
 
     Example:
-        >>> products_above(torch.tensor([0.0, 1e-200]).double(), 1e-200) > 0
+        >>> products_above(torch.tensor([0.0, 1e-200], dtype=torch.float64), 1e-200) > 0
         tensor([False,  True])
     """
     above = torch.nextafter(numbers * factor, torch.full_like(numbers, math.inf))
