@@ -177,7 +177,7 @@ def efforts() -> str:
         ])  # fmt: skip
     return f"""## What LipSDP buys
 
-`effort="high"` makes the radii of ordinary networks up to {max(gains):.1f} times as large, and does nothing for a network of orthogonal matrices, whose bound is tight already. The networks are trained on the 8×8 digits without attacks (seed {found[0]["seed"]}, {found[0]["device"]}); *certified* is at 36/255, in percent. The times were measured while the machine did other work.
+`effort="high"` makes the radii of ordinary networks up to {max(gains):.1f} times as large, and does nothing for a network of orthogonal matrices, whose bound is tight already. The networks are trained on the 8×8 digits without attacks (seed {found[0]["seed"]}, {found[0]["device"]}); *L* is the proved bound of the network's Lipschitz constant, and *certified* is the accuracy proved at 36/255, in percent. The times were measured while the machine did other work.
 
 {table(["network", "clean", "L, normal", "L, high", "floor", "certified, normal", "certified, high", "median radius, normal", "median radius, high", "time, high"], rows)}
 
