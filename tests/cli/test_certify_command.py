@@ -55,6 +55,23 @@ def test_the_network_as_it_runs(trained, monkeypatch, capsys, arithmetic):
         assert found["accuracy"] <= real["certified"][radius]["accuracy"]
 
 
+def test_less_effort_gives_a_larger_bound(trained, monkeypatch, capsys):
+    given = ("certify", str(trained[0]), "--count", "20", "--attacked", "0", "--json")
+    found = {}
+    for effort in ("low", "normal"):
+        code, text, _ = run(monkeypatch, capsys, *given, "--effort", effort)
+        assert code == 0
+        found[effort] = json.loads(text)
+        assert found[effort]["effort"] == effort
+    assert found["low"]["lipschitz"] >= found["normal"]["lipschitz"]
+
+
+def test_an_unknown_effort_is_named(trained, monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "certify", str(trained[0]), "--effort", "hgh")
+    assert code == 2
+    assert "--effort 'hgh' is not one of low, normal, high" in err
+
+
 def test_an_unknown_arithmetic_is_named(trained, monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "certify", str(trained[0]), "--arithmetic", "fp64")
     assert code == 2
