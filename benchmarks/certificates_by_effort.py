@@ -55,19 +55,19 @@ def constrained(data: Data, seed: int, epochs: int = 40) -> nn.Module:
     return model
 
 
-def trained(arm: str, seed: int, **changes: Any) -> nn.Module:
+def trained(data: Data, arm: str, seed: int, **changes: Any) -> nn.Module:
     """Train one arm with its settings for the digits."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = settings(arm, "digits", seed=seed, **changes)
-        train(chosen, data_set("digits"), Path(folder) / "run", device="cpu")
+        train(chosen, data, Path(folder) / "run", device="cpu")
         return load_trained(Path(folder) / "run" / "final.safetensors").model.eval()
 
 
 def networks(data: Data, seed: int) -> Iterator[tuple[str, nn.Module]]:
     for weight in WEIGHTS:
-        yield f"penalty, weight {weight:g}", trained("lipreg", seed, penalty_weight=weight)
+        yield f"penalty, weight {weight:g}", trained(data, "lipreg", seed, penalty_weight=weight)
     yield "constrained, norm 1", constrained(data, seed)
-    yield "certified training", trained("certified", seed)
+    yield "certified training", trained(data, "certified", seed)
 
 
 def main() -> None:

@@ -33,6 +33,11 @@ ROUNDING = 1e-12  # rounding error of a Jacobian in float64
 FEW = 20  # steps for the multipliers of LipSDP
 
 
+def _device(model: nn.Module) -> torch.device:
+    """Return the device of a network, the CPU if it has no tensors."""
+    return next(iter((*model.parameters(), *model.buffers())), torch.zeros(())).device
+
+
 def jacobians(model: nn.Module, points: Tensor) -> Tensor:
     """Return Jacobians ``(points, outputs, inputs)`` by forward mode, one batch entry per input."""
     count, inputs = len(points), points[0].numel()
@@ -53,10 +58,10 @@ def searched_norm(
     the gradient of ‖J‖ where it exists and at random.
     """
     draw = torch.Generator().manual_seed(seed)
-    like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
+    device = _device(model)
 
     def normal(count: int) -> Tensor:
-        return torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(like.device)
+        return torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(device)
 
     points = torch.cat([scale * normal(3) for scale in (0.03, 0.3, 1.0, 3.0, 10.0)])
     points = torch.cat([points, points[::3].abs(), 10 + normal(1)])
@@ -107,9 +112,8 @@ def empty_windows(model: nn.Module, shape: Shape) -> bool:
 
     pools = [m for m in model.modules() if type(m).__name__.startswith("MaxPool")]
     hooks = [pool.register_forward_hook(look) for pool in pools]
-    like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
     try:
-        model(torch.zeros(1, *shape, dtype=torch.float64, device=like.device))
+        model(torch.zeros(1, *shape, dtype=torch.float64, device=_device(model)))
     finally:
         for hook in hooks:
             hook.remove()
@@ -151,7 +155,7 @@ def margin(model: nn.Module, shape: Shape, seed: int, effort: str = "normal") ->
     With effort='high' few steps choose the multipliers of LipSDP, because any are valid.
     """
     method = list(BOUNDS)[seed % len(BOUNDS)] if seed % 2 and effort != "high" else "spectral"
-    with patch.multiple(multipliers, STEPS=FEW, DENSE=FEW):
+    with patch.multiple(multipliers, STEPS=FEW, DENSE=FEW, EACH=0):
         found = audit(model, shape, search=0, method=method, effort=effort)
     if found.upper == math.inf:
         return Margin(math.inf, reason=found.reason)
@@ -167,11 +171,9 @@ def margin(model: nn.Module, shape: Shape, seed: int, effort: str = "normal") ->
 def differences(model: nn.Module, shape: Shape, seed: int, bounds: Tensor) -> float:
     """Return the smallest bound/norm − 1 over differences of two rows of Jacobians."""
     draw = torch.Generator().manual_seed(seed)
-    points = torch.randn(40, *shape, generator=draw, dtype=torch.float64).to(
-        next(model.parameters())
-    )
-    points *= 10.0 ** torch.arange(-2, 2).repeat(10).reshape(-1, *[1] * len(shape)).to(points)
-    rows = jacobians(model, points)
+    points = torch.randn(40, *shape, generator=draw, dtype=torch.float64)
+    points *= 10.0 ** torch.arange(-2, 2).repeat(10).reshape(-1, *[1] * len(shape))
+    rows = jacobians(model, points.to(_device(model)))
     truth = (rows[:, :, None] - rows[:, None]).norm(dim=-1).amax(0)
     seen = truth > 0
     ratios = bounds.to(truth)[seen] / truth[seen] - 1
@@ -263,7 +265,7 @@ def check_networks(seeds: Iterable[int], device: str = "cpu", effort: str = "nor
         if found.fails():
             wrong = partial(fails, seed=seed, effort=effort)
             small, smaller = shrink((model, shape), simpler_networks, wrong)
-            said = repr(found)
-            tally.violated("network", [seed], said, reproduction(small, smaller, seed, effort))
+            script = reproduction(small, smaller, seed, effort)
+            tally.violated("network", [seed], repr(found), script)
     tally.counts = {"outcomes": outcomes, "modules": kinds, "reasons": reasons}
     return tally

@@ -193,14 +193,15 @@ def normalised(tensor: Tensor) -> tuple[Tensor, float]:
 
 
 def products_above(numbers: Tensor, factor: float) -> Tensor:
-    """Return numbers ≥ 0 times a factor ≥ 0, rounded up; 0 only for zeros.
+    """Return numbers ≥ 0 times a factor ≥ 0, rounded up; 0 only if one of them is 0.
 
     Example:
         >>> products_above(torch.tensor([0.0, 1e-200], dtype=torch.float64), 1e-200) > 0
         tensor([False,  True])
     """
-    above = torch.nextafter(numbers * factor, torch.full_like(numbers, math.inf))
-    return torch.where(numbers == 0, 0.0, above)
+    product = (factor * numbers).nan_to_num(math.inf, math.inf)
+    above = torch.nextafter(product, torch.full_like(product, math.inf))
+    return torch.where((numbers == 0) | (factor == 0), 0.0, above)
 
 
 def norms_above(rows: Tensor) -> Tensor:

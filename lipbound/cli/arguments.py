@@ -15,6 +15,7 @@ from lipbound.files import PICKLED, SAFE, check_file
 
 DATA = Annotated[str | None, typer.Option(help="Data set. Default: the one of the training run.")]
 DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
+EFFORTS = ("low", "normal", "high")  # as in lipbound.network.audits, whose import is slow
 EFFORT = Annotated[
     str,
     typer.Option(
@@ -26,7 +27,6 @@ EFFORT = Annotated[
 FOLDER = Annotated[Path | None, typer.Option(help="Folder that holds the image data.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
 OUT = Annotated[Path | None, typer.Option(help="Append the record to this JSON Lines file.")]
-EFFORTS = ("low", "normal", "high")  # as in lipbound.network.audits, whose import is slow
 PLOT = Annotated[Path | None, typer.Option(help="Draw a figure to this .svg or .png file.")]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lipbound.bounds.rounding import norms_above
+from lipbound.bounds.rounding import norms_above, products_above
 from lipbound.modules import fingerprint, in_eval, in_float64
 from lipbound.network.findings import Audit
 from lipbound.network.jacobian import alone_and_together
@@ -66,9 +66,9 @@ def certify(
     If i is the prediction, the radius is :math:`\min_j (f_i - f_j - E_{ij}) / L_{ij}`. If the
     network ends in a Linear layer with rows w, :math:`L_{ij} = L_{features} \|w_i - w_j\|`.
     Otherwise :math:`L_{ij} = \sqrt2\,L`, because the difference of two entries is √2-Lipschitz. An
-    audit with ``effort='high'`` may have proved smaller constants, ``audit.pairs``. E
-    bounds everything else that can change the difference of two logits: their rounding, and small
-    jumps of an operation such as PyTorch's softplus.
+    audit with ``effort='high'`` may have proved smaller constants, ``audit.pairs``. E bounds
+    everything else that can change the difference of two logits: their rounding, and small jumps
+    of an operation such as PyTorch's softplus.
 
     Args:
         source: The network. Or logits in eval mode, ``(batch, classes)``, whose rounding is then
@@ -308,7 +308,7 @@ def _check_apart(model: nn.Module, inputs: Tensor) -> None:
 def _pairs(audit: Audit, classes: int) -> tuple[Tensor, Tensor]:
     """Return a Lipschitz constant of f_i − f_j and its error for every pair of classes."""
     whole = torch.full((classes, classes), math.sqrt(2) * (1 + 1e-15), dtype=torch.float64)
-    gains, errors = _above(audit.upper, whole), _above(audit.error, whole)
+    gains, errors = (products_above(whole, number) for number in (audit.upper, audit.error))
     for table in (audit.head, audit.pairs):
         if table is not None and len(table) != classes:
             raise ValueError(
@@ -322,15 +322,8 @@ def _pairs(audit: Audit, classes: int) -> tuple[Tensor, Tensor]:
     rows = audit.head.double().cpu()
     pairs = torch.stack([norms_above(row - rows) for row in rows])
     if audit.head_error:  # rows may be equal only because of rounding
-        pairs = _above(1.0, pairs + math.sqrt(2) * audit.head_error)
+        pairs = products_above(pairs + math.sqrt(2) * audit.head_error, 1.0)
     return (
-        torch.minimum(gains, _above(audit.features, pairs)),
-        torch.minimum(errors, _above(audit.features_error, pairs)),
+        torch.minimum(gains, products_above(pairs, audit.features)),
+        torch.minimum(errors, products_above(pairs, audit.features_error)),
     )
-
-
-def _above(factor: float, numbers: Tensor) -> Tensor:
-    """Return the product, rounded up unless a factor is zero."""
-    product = (factor * numbers).nan_to_num(math.inf, math.inf)
-    higher = torch.nextafter(product, torch.full_like(product, math.inf))
-    return torch.where((numbers == 0) | (factor == 0), 0.0, higher)

@@ -97,9 +97,9 @@ def _tightened(
     failed: list[str] = []
     logits = len(output.shape) == 2 and output.shape[0] == 1
     for run in found:
+        last = run.stages[-1].sizes[-1]  # the channels, if an image is only flattened at the end
+        pairs = logits and run.result is output and last == output.shape[1]
         try:
-            last = run.stages[-1].sizes[-1]  # the channels of an image that is only flattened
-            pairs = logits and run.result is output and last == output.shape[1]
             gains[id(run.result)] = run.source, gain(run, progress, pairs)
         except NotPositive as error:
             failed.append(f"{_named(run.source, graph, values)}: {error}")
@@ -138,8 +138,8 @@ def _tightened(
     if near > 0 and not least:
         seen = f"with freely chosen slopes a Jacobian norm of about {near:.2g} was found"
         said = joined(said, f"{seen}, but rounding is too large to prove it")
-    found_now = replace(audit, upper=min(upper, audit.upper), floor=least, pairs=apart)
-    return _noted(found_now, said)
+    tighter = replace(audit, upper=min(upper, audit.upper), floor=least, pairs=apart)
+    return _noted(tighter, said)
 
 
 def _noted(audit: Audit, note: str) -> Audit:

@@ -67,8 +67,8 @@ def floor(
     Also return the estimate that was rounded down.
 
     The limits are those of :func:`slopes_of`; some activations have slopes in a smaller interval.
-    The number is 0 if the rounding of the network is too large to
-    say more, or if its slopes are not known.
+    The number is 0 if the rounding of the network is too large to say more, or if its slopes are
+    not known.
 
     Args:
         graph: A network of linear maps and activations alone, with one input and one output.

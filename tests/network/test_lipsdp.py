@@ -229,9 +229,7 @@ class Apart(nn.Module):
         return y[:, self.i : self.i + 1] - y[:, self.j : self.j + 1]
 
 
-@pytest.mark.parametrize(
-    "name", ["residual, avg_pool2d over x.size()", "pre-activation", "flatten", "dense"]
-)
+@pytest.mark.parametrize("name", [POOLED, "pre-activation", "flatten", "dense"])
 def test_differences_of_outputs_are_above_every_jacobian(name):
     model, shape = NETWORKS[name]
     found = audit(model, shape, search=0, effort="high")

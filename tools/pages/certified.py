@@ -25,12 +25,14 @@ def percents(numbers: list[float]) -> list[str]:
 
 def claims() -> list[list[str]]:
     """Lines for the index."""
-    fast = [shares(run) for run in lines("certified") if run["name"] == "fast"]
+    found = lines("certified")
+    fast = [shares(run) for run in found if run["name"] == "fast"]
     proved = statistics.mean(run[1] for run in fast)
-    broken = sum(run["attacked"]["broken"] for run in lines("certified"))
-    tried = sum(run["attacked"]["images"] for run in lines("certified"))
-    large = next(shares(run) for run in lines("certified") if run["name"] == "large")
-    long = next(shares(run) for run in lines("certified") if run["name"] == "cifar")
+    broken = sum(run["attacked"]["broken"] for run in found)
+    tried = sum(run["attacked"]["images"] for run in found)
+    large, long = (
+        next(shares(run) for run in found if run["name"] == name) for name in ("large", "cifar")
+    )
     kept = {run["kind"]: shares(run) for run in arithmetics(KEPT, "H200")}
     return [
         ["Networks of known norm get certificates that are not zero (CIFAR-10, L2 radius 36/255, 8.5 minutes of an H200).",

@@ -115,8 +115,8 @@ def form_of(stage: Stage, fixed: Fixed) -> Form:
 
 def linear_result(stage: Stage, fixed: Fixed) -> dict[int, Laurent]:
     """Return the result as a sum of operators on the variables, which are scaled as in the form."""
-    parts = _expanded(stage)[-1]
-    return {i: op.scaled(right=fixed.scales[i]) for i, op in parts.items()}
+    scales = fixed.scales
+    return {i: op.scaled(right=scales[i]) for i, op in _expanded(stage)[-1].items()}
 
 
 def _expanded(stage: Stage) -> list[dict[int, Laurent]]:

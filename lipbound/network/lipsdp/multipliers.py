@@ -58,7 +58,7 @@ class Fixed:
 
     @property
     def scales(self) -> dict[int, Tensor]:
-        """What the source and the activations are divided by in the form."""
+        """Factors that give each variable of the form a diagonal near 1."""
         return {i: 1 / number.sqrt() for i, number in self.numbers.items()}
 
 

@@ -90,9 +90,10 @@ def pair_constants(stage: Stage, fixed: Fixed, progress: Progress = silent) -> T
     form, parts = form_of(stage, none), linear_result(stage, fixed)
     if not all(op.at_one_place for op in parts.values()):
         raise NotPositive("the last layer is not a matrix")
-    variables = [0, *stage.activations]
-    empty = {i: torch.zeros(classes, stage.sizes[i], device=stage.device) for i in variables}
-    blocks = [parts[i].taps.flatten(1) if i in parts else empty[i].double() for i in variables]
+    blocks = [
+        parts[i].taps.flatten(1) if i in parts else form.taps.new_zeros(classes, stage.sizes[i])
+        for i in (0, *stage.activations)
+    ]
     error = sum(op.roundings * UNIT * op.norm() + op.slack for op in parts.values())
     pairs = torch.combinations(torch.arange(classes, device=stage.device))
     head = torch.cat(blocks, 1).to(torch.complex128)
