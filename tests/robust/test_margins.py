@@ -143,6 +143,32 @@ def test_the_tracked_constant_is_the_norm_at_the_input_size():
     assert tracked == pytest.approx(estimate, rel=0.05)
 
 
+def test_averaged_weights_are_the_ones_that_are_saved():
+    """The mean of orthogonal matrices is made orthogonal again; other weights are the mean."""
+    run = Run(chosen(**SHIFT, ema=0.5), blobs(channels=3), CPU)
+    stem, head = run.model.trunk[0].conv.weight, run.model.head.weight
+    means = [weight.detach().clone() for weight in (stem, head)]
+    means[1] = run.networks.average.head.weight.detach().clone()
+    for _ in range(6):
+        run.advance()
+        means = [mean.lerp(weight, 0.5) for mean, weight in zip(means, (stem, head), strict=True)]
+    model = run.descent.settled()
+    torch.testing.assert_close(model.trunk[0].conv.weight, means[0])
+    torch.testing.assert_close(model.head.weight, means[1])
+    assert not torch.allclose(model.head.weight, head, rtol=1e-3)
+    for layer in (m for m in model.modules() if isinstance(m, OrthogonalLinear)):
+        square = layer.weight @ layer.weight.T
+        torch.testing.assert_close(square, torch.eye(len(square)), atol=1e-5, rtol=0)
+
+
+def test_the_radius_of_the_margin_grows_over_the_ramp():
+    run = Run(chosen(**SHIFT, ramp=0.25, margin=0.4), blobs(channels=3), CPU)
+    images, labels = run.feed.batch(0)
+    for progress, radius in [(0.0, 0.4 / 30), (0.125, 0.4 * 31 / 60), (0.25, 0.4), (1.0, 0.4)]:
+        run.descent.take(images, labels, 1e-6, progress)
+        assert float(run.descent.radius) == pytest.approx(radius)
+
+
 def test_a_liresnet_trains_too():
     """All of its convolutions are tracked; the proved bound is their product."""
     run = Run(chosen(**{**SHIFT, "model": "liresnet"}, lr=1e-3), blobs(channels=3), CPU)
@@ -189,6 +215,7 @@ class Unbounded(ShiftNetwork):
         ({"model": "unbounded"}, "no finite Lipschitz bound: .* product of two activations"),
         ({"model": "head first"}, "the head must be the last Linear layer"),
         ({"normalize": True}, "normalize=yes does not work with loss='emma'"),
+        ({"ramp": 1.5}, "ramp=1.5 must be at most 1"),
         ({"loss": "ema"}, "loss='ema' is not one of"),
         ({"penalty": "lipbound"}, "arm 'certified' requires penalty=''"),
     ],

@@ -34,6 +34,7 @@ SAID = "Stopping after this step. Press Ctrl-C again to stop immediately."
 EXACT = {
     **{arm: {"arm": arm} for arm in PAPER_ARMS},
     "certified": {"arm": "certified", "model": "tiny", "randaugment": 0.5, "colour": 0.1},
+    "certified, ema": {"arm": "certified", "model": "tiny", "ema": 0.9, "momentum": 0.8},
     "ema, dropout": {"model": "wrn-10-1", "ema": 0.9, "dropout": 0.3, "arm": "at"},
     "awp": {"model": "wrn-10-1", "awp": 0.01, "arm": "at+spectral"},
     "folded, floor": {"batchnorm": "folded", "floor": 1.0, "attack_mode": "train"},

@@ -66,6 +66,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     ),
     "shift-128x8": partial(ShiftNetwork, width=128, depth=8, dense=2, dense_width=512),
     "shift-256x8": partial(ShiftNetwork, width=256, depth=8, dense=2, dense_width=256),
+    "shift-256x16": partial(ShiftNetwork, width=256, depth=16, dense=2, dense_width=256),
+    "shift-512x4": partial(ShiftNetwork, width=512, depth=4, dense=2, dense_width=256),
     "shift-512x12": ShiftNetwork,
     "shift-1024x12": partial(ShiftNetwork, width=1024),
     "wrn-10-1": partial(WideResNet, 10, 1),

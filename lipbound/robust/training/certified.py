@@ -24,10 +24,9 @@ from lipbound.robust.training.margins import LOSSES, pair_constants
 from lipbound.robust.training.networks import Networks
 from lipbound.robust.training.settings import Settings
 
-BETAS = (0.9, 0.99)  # of Adam
+DECAY = 0.99  # of Adam's squares
 CLIP = 3.0  # largest norm of the gradient
 FIRST = 1 / 30  # share of the margin's radius with which training begins
-RAMP = 0.5  # share of the training after which the radius is the whole one
 SETTLED = 4096  # images from which the stored means are computed
 
 
@@ -53,6 +52,7 @@ class MarginDescent:
         self.rows = nn.Parameter(rows)
         self.log_scale = nn.Parameter(torch.tensor(math.log(4.0), device=self.who.device))
         self.who.share([self.rows])
+        self._write_head()
         self.retraction = Retraction(self.model)
         self.constant = _constant(self.model, tuple(images.shape[1:]))
         with torch.no_grad():
@@ -68,7 +68,7 @@ class MarginDescent:
         self.optimizer = torch.optim.Adam(
             [{"params": group, "lr": torch.tensor(rate, device=place) if cuda else rate}
              for group, rate in groups],
-            betas=BETAS, fused=cuda, capturable=cuda,
+            betas=(self.chosen.momentum, DECAY), fused=cuda, capturable=cuda,
         )  # fmt: skip
         self.rates = [rate / self.chosen.lr for _, rate in groups]
         self.radius = torch.zeros((), device=self.who.device)
@@ -94,7 +94,7 @@ class MarginDescent:
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
-        reached = FIRST + (1 - FIRST) * min(1.0, progress / RAMP)
+        reached = FIRST + (1 - FIRST) * min(1.0, progress / self.chosen.ramp)
         self.radius.fill_(self.chosen.margin * reached)
         if self.batch is None:
             self.batch = torch.empty_like(images), torch.empty_like(labels)
@@ -121,17 +121,20 @@ class MarginDescent:
         nn.utils.clip_grad_norm_(self.parameters, CLIP, foreach=True)
         self.optimizer.step()
         self.retraction.retract_()
+        self._write_head()
         return loss.detach(), logarithm.detach(), logits.detach()
 
     def _weight(self) -> Tensor:
         return functional.normalize(self.rows, dim=1) * self.log_scale.exp()
 
+    @torch.no_grad()
+    def _write_head(self) -> None:
+        self.head.weight.copy_(self._weight())
+
     def settled(self) -> nn.Module:
         """Return a copy of the network to evaluate and save: orthogonal, with stored means."""
-        model = copy.deepcopy(self.model)  # a copy is not compiled, for other shapes
+        model = copy.deepcopy(self.networks.evaluated)  # a copy is not compiled, for other shapes
         Retraction(model).polish_()
-        with torch.no_grad():
-            head_of(model).weight.copy_(self._weight())
         settle(model, self.images)
         return model.eval()
 

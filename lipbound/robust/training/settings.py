@@ -35,13 +35,14 @@ class Settings:
             and then falls along a cosine, ``constant`` is constant.
         milestones: Epochs at which the ``steps`` schedule changes the learning rate.
         gamma: Factor of the learning rate at each milestone.
-        momentum: Momentum of SGD.
+        momentum: Momentum of SGD, or the first of Adam's two decays.
         nesterov: Whether SGD uses Nesterov momentum.
         weight_decay: Weight decay λ1 of all parameters.
         label_smoothing: Label smoothing of the training loss.
         loss: ``cross-entropy``, or a name in :data:`lipbound.robust.training.margins.LOSSES`,
             which trains for certificates with Adam, and keeps orthogonal layers orthogonal.
         margin: L2 radius for which a margin loss asks at the end of the run.
+        ramp: Share of the training over which this radius grows from almost 0.
         orthogonal_lr: Largest learning rate of orthogonal layers, with a margin loss.
         awp: γ of adversarial weight perturbation, which takes the gradient at weights moved uphill
             by γ of their norm. 0 for none; 0.005 to 0.01 reduces overfitting.
@@ -96,6 +97,7 @@ class Settings:
     label_smoothing: float = 0.0
     loss: str = "cross-entropy"
     margin: float = 3 * 36 / 255
+    ramp: float = 0.5
     orthogonal_lr: float = 5e-4
     awp: float = 0.0
     ema: float = 0.0
@@ -142,7 +144,7 @@ class Settings:
         for name in ("epochs", "batch", "check_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
-        for name in ("lr", "orthogonal_lr", "radius", "margin", "step", "gamma"):
+        for name in ("lr", "orthogonal_lr", "radius", "margin", "ramp", "step", "gamma"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be positive and finite")
         for name in ("first", "attack", "check", "check_attack", "samples", "weight_decay",
@@ -153,6 +155,8 @@ class Settings:
                 )
         if self.ball not in BALLS:
             raise ValueError(f"ball={self.ball!r} is not one of {', '.join(BALLS)}")
+        if self.ramp > 1:
+            raise ValueError(f"ramp={self.ramp!r} must be at most 1, the whole training")
         for name in ("colour", "randaugment"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must lie in [0, 1]")
