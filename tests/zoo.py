@@ -215,10 +215,10 @@ NETWORKS: dict[str, tuple] = {
 UNBOUNDED: dict[str, tuple] = {
     "squeeze and excitation": (
         lambda: Run(squeeze_excite, conv=conv(3, 4), gate=nn.Conv2d(4, 4, 1)), IMAGE,
-        "product of two activations",
+        "no global Lipschitz constant",
     ),
     "attention": (lambda: Run(attention, conv=conv(3, 4)), IMAGE, "attention"),
-    "square": (lambda: Run(lambda m, x: m.c(x) ** 2, c=conv(3, 2)), IMAGE, "no rule for aten.pow"),
+    "square": (lambda: Run(lambda m, x: m.c(x) ** 2, c=conv(3, 2)), IMAGE, "no global"),
     "jump": (lambda: Run(lambda m, x: torch.sign(m.c(x)), c=conv(3, 2)), IMAGE, "discontinuous"),
     "active dropout": (
         lambda: Run(lambda m, x: F.dropout(m.c(x), 0.5), c=conv(3, 2)), IMAGE,

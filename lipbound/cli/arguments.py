@@ -105,6 +105,17 @@ def _lines(items: Sequence[Any], what: str) -> Iterable[Any]:
         done.set()
 
 
+def domain_of(text: str) -> tuple[float, float]:
+    """Read two numbers."""
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        low = high = 0.0
+    if not -float("inf") < low < high < float("inf"):
+        raise ValueError(f"--domain {text!r} is not a smaller and a larger number; write 0,1")
+    return low, high
+
+
 def input_shape_of(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(part) for part in text.replace("x", ",").split(","))

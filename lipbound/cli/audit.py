@@ -15,6 +15,7 @@ from lipbound.cli.arguments import (
     check_numbers,
     check_report,
     check_source,
+    domain_of,
     input_shape_of,
 )
 from lipbound.files import check_writable, write
@@ -67,6 +68,13 @@ def audit(
             "which is certified too."
         ),
     ] = None,
+    domain: Annotated[
+        str | None,
+        typer.Option(
+            help="Smallest and largest number of an input, for example 0,1. A network that "
+            "multiplies activations is then bounded for such inputs."
+        ),
+    ] = None,
     stride: Annotated[
         int, typer.Option(help="Stride to assume for a weights file without --model.")
     ] = 1,
@@ -85,6 +93,7 @@ def audit(
     check_report(html)
     check_effort(effort)
     check_numbers(fail_above=fail_above, minutes=minutes)
+    limits = None if domain is None else domain_of(domain)
     from lipbound.cli.models import network_or_weights
     from lipbound.network.audits import audit_weights
     from lipbound.report.terminal import audit_json, audit_table, echo
@@ -96,7 +105,7 @@ def audit(
     how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
     if alone:
         high = None if effort == "normal" else effort
-        for option, value in (("effort", high), ("input", input_shape)):
+        for option, value in (("effort", high), ("input", input_shape), ("domain", domain)):
             if value is not None:
                 raise ValueError(
                     f"--{option} {value} needs the network's architecture; give it with --model"
@@ -112,7 +121,7 @@ def audit(
                 f"leave them out, because the layers of {source} define their own"
             )
         shape = shape if input_shape is None else input_shape_of(input_shape)
-        found = _audit_network(network, shape, device, how | {"effort": effort})
+        found = _audit_network(network, shape, device, how | {"effort": effort, "domain": limits})
     if json_:
         echo(audit_json(found, name))
     else:

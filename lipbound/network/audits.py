@@ -38,6 +38,7 @@ def audit(
     search: int = 4,
     seed: int = 0,
     minutes: float | None = None,
+    domain: tuple[float, float] | None = None,
     progress: Progress = silent,
 ) -> Audit:
     """Certify the Lipschitz constant of every layer and of the whole network.
@@ -60,10 +61,14 @@ def audit(
         seed: Seed of the random inputs.
         minutes: Time limit. Layers that are not finished by then get an upper bound from a cheaper
             method. All returned bounds are still certified.
+        domain: Smallest and largest number that an input may contain, for example ``(0, 1)``. It is
+            used if the network has no bound for every input, because it multiplies activations.
+            The bound then holds for two inputs of this domain, see :attr:`Audit.domain`.
         progress: Shows the progress, see :class:`lipbound.runtime.Progress`.
 
     Returns:
-        The audit; ``upper`` holds for the real-arithmetic network in eval mode, for every input.
+        The audit; ``upper`` holds for the real-arithmetic network in eval mode, for every input
+        unless it has a domain.
 
     Example:
         >>> found = audit(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), (1, 8, 8))
@@ -82,8 +87,9 @@ def audit(
     ):
         raise ValueError(f"input_shape={input_shape!r} is not a shape; pass for example (3, 8, 8)")
     options = Options(rtol, effort, method)
+    domain = _checked(domain)
     with in_eval(model), within(minutes):
-        inputs = _inputs(model, input_shape, inputs, max(1, search), seed)
+        inputs = _inputs(model, input_shape, inputs, max(1, search), seed, domain)
         layers = layer_reports(model, options, progress)
         shape = None if inputs is None else tuple(inputs.shape[1:])
         note = joined(_cut_short(layers, minutes), _left_out(model))
@@ -93,30 +99,73 @@ def audit(
             return replace(found, reason=reason)
         check_takes(model, inputs[:1])  # after the layers, whose errors are clearer
         found = replace(found, weights=fingerprint(model))
-        found = _with_upper(model, inputs, options, found, progress)
+        found = _with_upper(model, inputs, options, found, progress, domain)
         if not search or time_is_up() or found.reason.startswith(ALONE):
             return found
         return _with_lower(model, inputs[:search], found)
 
 
+def _checked(domain: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Return the domain as two floats.
+
+    Raises:
+        ValueError: If it is not a smaller and a larger number.
+    """
+    if domain is None:
+        return None
+    try:
+        low, high = (math.nan if isinstance(end, str) else float(end) for end in domain)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(
+            f"domain={domain!r} is not a smaller and a larger number; pass for example (0, 1)"
+        )
+    return low, high
+
+
 def _inputs(
-    model: nn.Module, shape: Sequence[int] | None, given: Tensor | None, count: int, seed: int
+    model: nn.Module,
+    shape: Sequence[int] | None,
+    given: Tensor | None,
+    count: int,
+    seed: int,
+    domain: tuple[float, float] | None,
 ) -> Tensor | None:
-    """Copy the given inputs, or draw random ones, with the device and type of the weights."""
+    """Copy the given inputs, or draw random ones, with the device and type of the weights.
+
+    Raises:
+        ValueError: If the given inputs are not in the domain.
+    """
     if given is None and shape is None:
         return None
     if given is None:
         draw = torch.Generator().manual_seed(seed)
         given = torch.randn(count, *(shape or ()), generator=draw)
+        if domain is not None:
+            given = domain[0] + (domain[1] - domain[0]) * torch.rand(given.shape, generator=draw)
+    elif domain is not None and not bool(((given >= domain[0]) & (given <= domain[1])).all()):
+        raise ValueError(
+            f"inputs contain numbers outside domain={domain}, from {float(given.min()):g} to "
+            f"{float(given.max()):g}; pass a larger domain"
+        )
     stored = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
     like = next(stored, given if given.is_floating_point() else torch.zeros(()))
     return given.to(like.device, like.dtype, copy=True)  # the network may write to it
 
 
 def _with_upper(
-    model: nn.Module, inputs: Tensor, options: Options, alone: Audit, progress: Progress
+    model: nn.Module,
+    inputs: Tensor,
+    options: Options,
+    alone: Audit,
+    progress: Progress,
+    domain: tuple[float, float] | None,
 ) -> Audit:
-    """Add the bound of the captured graph, if the graph does what the network does."""
+    """Add the bound of the captured graph, if the graph does what the network does.
+
+    The domain is used only if there is no bound for every input.
+    """
     try:
         graph = capture(model, (inputs[:1],))
     except NotCaptured as error:
@@ -125,6 +174,10 @@ def _with_upper(
         if not isinstance(report.layer, _BatchNorm):
             options.keep(report.layer, report.bracket)
     found = compose(graph, options, progress)
+    if domain is not None and found.upper < math.inf:
+        found = replace(found, note=joined(found.note, "the bound holds for every input"))
+    elif domain is not None:
+        found = replace(compose(graph, replace(options, domain=domain), progress), domain=domain)
     other = unfaithful(graph, model, inputs)
     if other and found.upper < math.inf:
         return replace(alone, reason=f"{ALONE}{other}")

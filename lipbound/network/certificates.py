@@ -75,6 +75,7 @@ def certify(
             not part of the certificate.
         audit: Audit of that network with its current weights. Its bound refers to the network's
             input: for radii in pixels, make the normalization of the pixels part of the network.
+            If the audit has a domain, the certificate is for changed inputs that lie in it.
         inputs: The batch, if ``source`` is a network. The network runs in eval mode, also on each
             input alone, as it was audited.
         arithmetic: ``'real'`` for the network in real arithmetic, without any rounding,
@@ -90,8 +91,8 @@ def certify(
     Raises:
         ValueError: If the logits are not ``(batch, classes)`` with at least two classes, if the
             audited network has another number of classes, if the inputs and the audit differ in
-            size, if inputs of the batch change each other's logits, or if the rounding cannot be
-            bounded in this arithmetic.
+            size, if inputs are outside the audit's domain, if inputs of the batch change each
+            other's logits, or if the rounding cannot be bounded in this arithmetic.
 
     Example:
         >>> model = nn.Linear(2, 2, bias=False)
@@ -217,14 +218,19 @@ class Certifier:
                 errors = self._errors(logits, plain)
             except NotProved as error:
                 self._give_up(error)
+        kind = self.arithmetic if errors is not None else "logits"
+        said = ARITHMETIC[kind]
+        if self.audit.domain is not None:
+            low, high = self.audit.domain
+            said = f"{said}, for changed inputs in [{low:g}, {high:g}]"
         if errors is None:
-            said = f"{ARITHMETIC['logits']}: {self.why}" if self.why else ARITHMETIC["logits"]
+            said = f"{said}: {self.why}" if self.why else said
             return Certificates(plain, logits, said, None, plain < 0)
         shares = 1 if self.arithmetic == "real" else 2  # at the input, and where it is moved to
         radii = _radii(logits, self.audit, shares * errors.pairs(logits.argmax(1)))
         size = torch.from_numpy(errors.logits)
         lost = (plain > 0) & (radii == 0)
-        return Certificates(radii, logits, ARITHMETIC[self.arithmetic], size, lost)
+        return Certificates(radii, logits, said, size, lost)
 
     def _errors(self, logits: Tensor, plain: Tensor) -> Errors:
         """Bound the rounding within the largest radius that a certificate could have."""
@@ -232,6 +238,8 @@ class Certifier:
         measured = Measured.joined(self._found)
         reach = torch.zeros_like(plain) if self.arithmetic == "real" else plain
         errors = self._executed.errors(measured, reach.cpu().numpy())
+        if errors.why and self.audit.upper < math.inf:  # ranges do not bound rounding
+            raise NotProved(f"its rounding is not bounded: {errors.why}")
         apart = (logits.double() - measured.logits).norm(dim=1).cpu()
         if bool((apart > 2 * torch.from_numpy(errors.logits)).any()):  # False for NaN
             raise ValueError(
@@ -280,6 +288,13 @@ def _check_inputs(inputs: Tensor, audit: Audit) -> None:
         )
     if not inputs.is_floating_point():
         raise ValueError(f"the inputs are {inputs.dtype}; convert them to floating point")
+    if audit.domain is not None:
+        low, high = audit.domain
+        if not bool(((inputs >= low) & (inputs <= high)).all()):
+            raise ValueError(
+                f"the inputs reach from {float(inputs.min()):g} to {float(inputs.max()):g}, but "
+                f"the audit is for inputs in [{low:g}, {high:g}]; audit with a larger domain"
+            )
 
 
 def _check_apart(model: nn.Module, inputs: Tensor) -> None:

@@ -18,6 +18,7 @@ from lipbound.network.lipsdp.cover import NotPositive
 from lipbound.network.lipsdp.gains import Gain, gain
 from lipbound.network.lipsdp.reading import runs
 from lipbound.network.rules import Options, Value, follow
+from lipbound.network.rules.ranges import Ranges
 from lipbound.network.rules.values import root_sum_of_errors, up
 from lipbound.runtime import OutOfTime, Progress, silent
 
@@ -30,6 +31,7 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
     values: dict[str, Any] = {
         name: Value(shape, constant=1.0) for name, shape in graph.inputs.items()
     }
+    options = replace(options, ranges=Ranges(graph, values, options, options.domain))
     for call in progress(graph.calls, "graph"):
         found = follow(call, values, options)
         if options.effort == "low" and call.name not in graph.outputs:

@@ -78,6 +78,8 @@ class Audit:
             ``effort='high'`` looks for one.
         pairs: Certified bounds on the Lipschitz constants of the differences of two outputs,
             ``(classes, classes)``, if ``effort='high'`` proved them.
+        domain: Limits of the inputs for which the bounds hold; ``None`` if they hold for every
+            input.
     """
 
     layers: tuple[LayerReport, ...]
@@ -96,6 +98,7 @@ class Audit:
     floor: float = 0.0
     weights: str = ""
     pairs: Tensor | None = None
+    domain: tuple[float, float] | None = None
 
     @property
     def bounded_part(self) -> StepReport | None:

@@ -59,12 +59,14 @@ class Errors:
         features: L2 error of the input of the last Linear layer.
         since: L2 error that the last layer adds.
         head: Matrix of the last Linear layer, ``None`` if there is none.
+        why: Why there is no bound at any input; empty if there is one.
     """
 
     logits: Array
     features: Array
     since: Array
     head: Tensor | None
+    why: str = ""
 
     def pairs(self, best: Tensor) -> Tensor:
         """Bound the error of f_i − f_j for the given class i of each input and every class j.
@@ -165,7 +167,7 @@ class Executed:
         last = self.values(measured, radius)[self.graph.outputs[0]]
         nowhere = np.full(radius.shape, math.inf)
         if not last.lipschitz < math.inf:
-            return Errors(nowhere, nowhere, nowhere, None)
+            return Errors(nowhere, nowhere, nowhere, None, last.why)
         whole = np.broadcast_to(last.error, radius.shape).astype(np.float64)
         if last.linear is None or last.linear.conv.dims or len(last.shape) != 2:
             return Errors(whole, nowhere, nowhere, None)

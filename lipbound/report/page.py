@@ -15,7 +15,7 @@ from lipbound import __version__
 from lipbound.network.findings import Audit, LayerReport
 from lipbound.network.portraits import portrait
 from lipbound.report.figures import portrait_png
-from lipbound.report.terminal import geometry, log10, summary
+from lipbound.report.terminal import geometry, log10, summary, within
 from lipbound.runtime import Progress, silent
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
         title=title,
         audit=audit,
         summary=summary(audit),
+        within=within(audit),
         rows=_rows([row for row in audit.layers if id(row) in kept], pictures),
         left_out=len(audit.layers) - len(kept),
         steps=_steps(audit)[:LISTED],

@@ -309,7 +309,7 @@ def summary(audit: Audit) -> list[str]:
     if audit.steps and audit.upper < math.inf:
         lines.append(
             f"network: certified Lipschitz constant at most {audit.upper:.4g} "
-            f"(10^{log10(audit.upper):.2f})"
+            f"(10^{log10(audit.upper):.2f}){within(audit)}"
         )
     elif audit.steps:
         lines.append(f"network: no bound, because {audit.reason}")
@@ -338,6 +338,14 @@ def summary(audit: Audit) -> list[str]:
     return lines
 
 
+def within(audit: Audit) -> str:
+    """Say for which inputs the bounds hold, if not for all."""
+    if audit.domain is None:
+        return ""
+    low, high = audit.domain
+    return f" for inputs in [{low:g}, {high:g}]"
+
+
 def audit_json(audit: Audit, title: str) -> str:
     """Return the audit as JSON; infinite numbers become ``null``."""
     record = {
@@ -349,6 +357,7 @@ def audit_json(audit: Audit, title: str) -> str:
         "lower": audit.lower,
         "floor": audit.floor,
         "product": _finite(audit.product),
+        "domain": audit.domain,
         "reason": audit.reason,
         "note": audit.note,
         "layers": [

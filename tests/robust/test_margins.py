@@ -212,7 +212,7 @@ class Unbounded(ShiftNetwork):
     ("changes", "said"),
     [
         ({"model": "cnn"}, "cannot be trained with loss='emma': a margin needs .* called head"),
-        ({"model": "unbounded"}, "no finite Lipschitz bound: .* product of two activations"),
+        ({"model": "unbounded"}, "no finite Lipschitz bound: .* no global Lipschitz constant"),
         ({"model": "head first"}, "the head must be the last Linear layer"),
         ({"normalize": True}, "normalize=yes does not work with loss='emma'"),
         ({"ramp": 1.5}, "ramp=1.5 must be at most 1"),

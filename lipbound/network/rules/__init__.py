@@ -1,6 +1,6 @@
 """Lipschitz rules for PyTorch's operations, one file per family of operations."""
 
-from lipbound.network.rules import elementwise, linear, pooling, shapes
+from lipbound.network.rules import elementwise, intervals, linear, pooling, products, shapes
 from lipbound.network.rules.values import (
     RULES,
     Linear,
@@ -21,8 +21,10 @@ __all__ = [
     "Value",
     "elementwise",
     "follow",
+    "intervals",
     "linear",
     "pooling",
+    "products",
     "register_rule",
     "shapes",
 ]

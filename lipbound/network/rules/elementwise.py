@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lipbound.bounds.rounding import norm_above
 from lipbound.network.rules.potentials import made_by, potential_of
+from lipbound.network.rules.products import product, quotient
 from lipbound.network.rules.values import (
     Step,
     Unbounded,
@@ -213,6 +215,16 @@ def _is_one_plus_abs(value: Value, of: Any) -> bool:
     )
 
 
+def _self_gated(one: Value, other: Value) -> Value | None:
+    """Return x·σ(x) or x·hardsigmoid(x), which are SiLU and hard swish, if this is one of them."""
+    for inner, gate in ((one, other), (other, one)):
+        for name, same in (("sigmoid", "silu"), ("hardsigmoid", "hardswish")):
+            same_x = made_by(gate, f"aten.{name}").get("self") is inner
+            if same_x and not np.any(inner.error) and not np.any(gate.error):
+                return inner.times(up(SLOPES[same]))
+    return None
+
+
 @register_rule("aten.mul", "aten.mul_", "aten.div", "aten.div_")
 def _multiply(step: Step) -> Value:
     one, other = step["self"], step["other"]
@@ -222,9 +234,10 @@ def _multiply(step: Step) -> Value:
     if divided and isinstance(other, Value) and _is_one_plus_abs(other, one):
         return one.times(1.0, step.shape)  # softsign
     if not divided and isinstance(one, Value) and isinstance(other, Value):
-        raise Unbounded("a product of two activations has no global Lipschitz constant")
+        gate = _self_gated(one, other)
+        return product(step, "self", "other") if gate is None else gate
     if divided and isinstance(other, Value):
-        raise Unbounded("division by an activation has no global Lipschitz constant")
+        return quotient(step, "self", "other")
     value, factor = (one, other) if isinstance(one, Value) else (other, one)
     gain = max(_gain(factor, divided, step.call.dtype))
     return value.times(up(gain * spread(value, step.shape)), step.shape)
@@ -343,8 +356,3 @@ def _instance_norm(step: Step) -> Any:
     from lipbound.network.rules.linear import batch_norm
 
     return batch_norm(step)  # with running statistics it is a BatchNorm
-
-
-@register_rule("aten.scaled_dot_product_attention")
-def _attention(step: Step) -> float:
-    raise Unbounded("attention multiplies activations and has no global Lipschitz constant")

@@ -13,6 +13,7 @@ from torch.nn import functional
 from lipbound.bounds.rounding import UNIT, norm_above, normalised, spectral_norm_above
 from lipbound.geometry import Convolution, convolution
 from lipbound.modules import batch_norm_gains
+from lipbound.network.rules.products import exact, matrix_product
 from lipbound.network.rules.values import (
     Linear,
     Step,
@@ -23,6 +24,7 @@ from lipbound.network.rules.values import (
     register_rule,
     scaled,
     smallest,
+    summed,
     total,
     up,
 )
@@ -75,7 +77,7 @@ def _matrix(step: Step) -> Value:
              "aten.mm": ("self", "mat2"), "aten.matmul": ("self", "other")}  # fmt: skip
     left, right = (step[name] for name in names[step.call.op])
     if isinstance(left, Value) and isinstance(right, Value):
-        raise Unbounded("a product of two activations has no global Lipschitz constant")
+        return matrix_product(step, *names[step.call.op])
     value, matrix = (left, right) if isinstance(left, Value) else (right, left)
     if not isinstance(value, Value):
         raise Unbounded("a bias that depends on the input has no rule")
@@ -108,7 +110,7 @@ def _batched_product(step: Step) -> Value:
     names = ("self", "mat2") if step.call.op == "aten.bmm" else ("batch1", "batch2")
     left, right = (step[name] for name in names)
     if isinstance(left, Value) and isinstance(right, Value):
-        raise Unbounded("a product of two activations has no global Lipschitz constant")
+        return matrix_product(step, *names)
     value, matrices = (left, right) if isinstance(left, Value) else (right, left)
     if not isinstance(value, Value):
         raise Unbounded("a bias that depends on the input has no rule")
@@ -128,12 +130,14 @@ def _einsum(step: Step) -> Value:
     letters = terms.split(",")
     values = [o for o in operands if isinstance(o, Value)]
     plain = arrow and "." not in terms and all(len({*term}) == len(term) for term in letters)
-    if len(values) != 1 or len(operands) > 2 or not plain:
+    if not values or len(operands) > 2 or not plain:
         raise Unbounded(
-            f"there is no rule for einsum {step['equation']!r}, only for one activation and one "
-            f"constant, with '->' and without '...' or repeated letters"
+            f"there is no rule for einsum {step['equation']!r}, only for two operands, with '->' "
+            f"and without '...' or repeated letters"
         )
     place = operands.index(values[0])
+    if len(values) == 2:
+        return _contracted(step, values, letters, result)
     mine, sizes = letters[place], dict(zip(letters[place], values[0].shape, strict=True))
     theirs, constant = "", torch.ones(())
     if len(operands) == 2:
@@ -150,6 +154,21 @@ def _einsum(step: Step) -> Value:
     lost = [c for c in (*mine, *outer) if c not in result and c not in inner]
     summed = math.prod(sizes[c] for c in lost)
     return values[0].times(up(gain * up(math.sqrt(summed))), step.shape)
+
+
+def _contracted(step: Step, values: list[Value], letters: list[str], result: str) -> Value:
+    """Bound einsum of two activations: its norm is at most the product of theirs.
+
+    A letter in one operand only that is summed costs √n.
+    """
+    one, other = values
+    sizes = dict(zip(letters[0], one.shape, strict=True))
+    if any(sizes.setdefault(c, n) != n for c, n in zip(letters[1], other.shape, strict=True)):
+        raise Unbounded(f"no rule for einsum {step['equation']!r} with a broadcast axis")
+    alone = [c for c in {*letters[0]} ^ {*letters[1]} if c not in result]
+    root = up(math.sqrt(math.prod(sizes[c] for c in alone)))
+    gains = [up(step.range("tensors", 1 - i).norm * root) for i in range(2)]
+    return summed([exact(value) for value in values], step.shape, gains)
 
 
 @register_rule("aten._native_batch_norm_legit_no_training", "aten.batch_norm",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from lipbound.bounds import Bracket, bound, bracket
 from lipbound.bounds.rounding import norm_above
 from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.network.graph import Call, Reference
+
+if TYPE_CHECKING:
+    from lipbound.network.rules.ranges import Range, Ranges
 
 Error = float | NDArray[np.float64]
 """Bound on an error: a number that holds for all inputs, or one for the ball around each input."""
@@ -34,6 +37,8 @@ class Options:
         method: Name of the bound to use for each layer.
         done: Intervals found so far, by a key of the layer.
         notes: Assumptions to report to the user.
+        domain: Limits of the inputs' entries; ``None`` for any input.
+        ranges: Ranges of the network's values, as far as they are known.
     """
 
     rtol: float = 1e-3
@@ -41,6 +46,8 @@ class Options:
     method: str = "spectral"
     done: dict[tuple[Any, ...], Bracket] = field(default_factory=dict, compare=False, repr=False)
     notes: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
+    domain: tuple[float, float] | None = None
+    ranges: Ranges | None = field(default=None, compare=False, repr=False)
 
     def keep(self, layer: Layer, found: Bracket) -> None:
         """Store a layer's interval, so that an equal layer in the graph needs no second search."""
@@ -258,6 +265,25 @@ class Step:
         """
         given = self.arguments.get(name)
         return max(map(abs, readings(default if given is None else given, self.call.dtype)))
+
+    def range(self, name: str, index: int | None = None) -> Range:
+        """Return the range of an argument, or of an entry of a list, that depends on the input.
+
+        Raises:
+            Unbounded: If it has none.
+        """
+        place = self.call.arguments()[name]
+        place = place if index is None else place[index]
+        ranges = self.options.ranges
+        found = None if ranges is None else ranges[place.name]
+        if found is None and self.options.domain is not None:
+            raise Unbounded(f"the range of {place.name} is not known, or above 1.8e308")
+        if found is None:
+            raise Unbounded(
+                f"it has no global Lipschitz constant, because the range of {place.name} is not "
+                f"known; pass the range of the inputs, for example domain=(0, 1)"
+            )
+        return found
 
     def note(self, text: str) -> None:
         """Add a note about this call to the audit."""
