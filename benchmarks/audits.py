@@ -1,7 +1,7 @@
 """Audit whole networks and record the results.
 
     python -m benchmarks.audits resnet20=WEIGHTS.safetensors --effort high --out FILE
-    python -m benchmarks.audits --zoo --device cuda --out FILE
+    python -m benchmarks.audits --zoo --device cuda --domain=-2.2,2.7 --out FILE
 
 ``MODEL=WEIGHTS`` is a trained network, and ``MODEL`` alone is a network with its initial weights.
 The zoo has 30 networks of torchvision and timm. Networks that the file already contains (same name,
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lipbound import audit
+from lipbound.cli.arguments import domain_of
 from lipbound.cli.models import fill, own_model
 from lipbound.files import append, provenance, read, read_weights
 from lipbound.network.audits import EFFORTS, Audit
@@ -51,13 +52,15 @@ def load(source: str) -> tuple[nn.Module, tuple[int, ...]]:
     return model, (3, 299, 299) if "inception" in name else tuple(size)
 
 
-def run(source: str, effort: str, device: str) -> dict[str, Any]:
+def run(
+    source: str, effort: str, device: str, domain: tuple[float, float] | None
+) -> dict[str, Any]:
     """Audit one network and return its record."""
     torch.manual_seed(0)
     model, shape = load(source)
     model = model.to(device)
     start = time.perf_counter()
-    found = audit(model, shape, effort=effort)
+    found = audit(model, shape, effort=effort, domain=domain)
     seconds = time.perf_counter() - start
     name, _, weights = source.partition("=")
     return {
@@ -66,7 +69,8 @@ def run(source: str, effort: str, device: str) -> dict[str, Any]:
         "weights": Path(weights).name if weights else "as initialised, seed 0",
         "effort": effort,
         "input_shape": shape,
-        "log10_upper": _log10(found.upper),
+        "log10_upper": round(found.log10_upper, 4) if math.isfinite(found.log10_upper) else None,
+        "domain": found.domain,
         "log10_lower": _log10(found.lower),
         "log10_floor": _log10(found.floor),
         "log10_product": _log10(found.product),
@@ -98,13 +102,14 @@ def main() -> None:
     parser.add_argument("--zoo", action="store_true", help="30 networks of torchvision and timm")
     parser.add_argument("--effort", default="normal", choices=EFFORTS)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--domain", type=domain_of, help="range of the inputs, for example 0,1")
     parser.add_argument("--out", type=Path, required=True, help="JSON-lines file to append to")
     chosen = parser.parse_args()
     done = {(r["network"], r["effort"]) for r in read(chosen.out)}
     for source in [*chosen.sources, *(ZOO if chosen.zoo else ())]:
         if (source.partition("=")[0], chosen.effort) in done:
             continue
-        record = run(source, chosen.effort, chosen.device)
+        record = run(source, chosen.effort, chosen.device, chosen.domain)
         append(chosen.out, record)
         said = record["reason"] or f"10^{record['log10_upper']}"
         print(f"{source:45} {record['seconds']:7.1f} s  {said}", flush=True)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lipbound.geometry import named, own_forward
 from lipbound.modules import check_takes, fingerprint, in_eval
 from lipbound.network.capture_check import difference, exceeds
-from lipbound.network.composition import compose
+from lipbound.network.composition import TOO_LARGE, compose, log10_bound
 from lipbound.network.findings import Audit, LayerReport, joined
 from lipbound.network.graph import Graph, NotCaptured, capture
 from lipbound.network.jacobian import jacobian_norm
@@ -144,7 +144,9 @@ def _inputs(
         given = torch.randn(count, *(shape or ()), generator=draw)
         if domain is not None:
             given = domain[0] + (domain[1] - domain[0]) * torch.rand(given.shape, generator=draw)
-    elif domain is not None and not bool(((given >= domain[0]) & (given <= domain[1])).all()):
+    elif domain is not None and not bool(
+        ((given.double() >= domain[0]) & (given.double() <= domain[1])).all()
+    ):
         raise ValueError(
             f"inputs contain numbers outside domain={domain}, from {float(given.min()):g} to "
             f"{float(given.max()):g}; pass a larger domain"
@@ -177,7 +179,12 @@ def _with_upper(
     if domain is not None and found.upper < math.inf:
         found = replace(found, note=joined(found.note, "the bound holds for every input"))
     elif domain is not None:
-        found = replace(compose(graph, replace(options, domain=domain), progress), domain=domain)
+        options = replace(options, domain=domain)
+        found = replace(compose(graph, options, progress), domain=domain)
+    if found.reason == TOO_LARGE:
+        above = log10_bound(graph, options)
+        said = f"{TOO_LARGE}: it is 10^{above:.1f}" if above < math.inf else TOO_LARGE
+        found = replace(found, above=above, reason=said)
     other = unfaithful(graph, model, inputs)
     if other and found.upper < math.inf:
         return replace(alone, reason=f"{ALONE}{other}")

@@ -290,7 +290,8 @@ def _check_inputs(inputs: Tensor, audit: Audit) -> None:
         raise ValueError(f"the inputs are {inputs.dtype}; convert them to floating point")
     if audit.domain is not None:
         low, high = audit.domain
-        if not bool(((inputs >= low) & (inputs <= high)).all()):
+        exact = inputs.double()  # a limit such as 0.1 is another number in float32
+        if not bool(((exact >= low) & (exact <= high)).all()):
             raise ValueError(
                 f"the inputs reach from {float(inputs.min()):g} to {float(inputs.max()):g}, but "
                 f"the audit is for inputs in [{low:g}, {high:g}]; audit with a larger domain"

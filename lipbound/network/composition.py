@@ -22,6 +22,27 @@ from lipbound.network.rules.ranges import Ranges
 from lipbound.network.rules.values import root_sum_of_errors, up
 from lipbound.runtime import OutOfTime, Progress, silent
 
+SHIFT = 600  # power of two by which constants near the largest float64 are divided
+TOO_LARGE = "the bound is above the largest float64, 1.8e308"
+
+
+def log10_bound(graph: Graph, options: Options) -> float:
+    """Return log10 of the network's bound, rounded up, however large it is.
+
+    Whenever a constant comes near the largest float64, all constants are divided by a power of two.
+    """
+    values: dict[str, Any] = {n: Value(shape, constant=1.0) for n, shape in graph.inputs.items()}
+    ranges = Ranges(graph, values, options, options.domain)
+    options = replace(options, ranges=ranges, notes={})
+    for call in graph.calls:
+        values[call.name] = found = follow(call, values, options)
+        if 2.0**SHIFT < _largest(found) < math.inf:
+            ranges.exponent += SHIFT
+            for value in {id(v): v for v in tree_leaves(list(values.values()))}.values():
+                value.divide(2.0**SHIFT)
+    total = up(math.hypot(*[values[name].lipschitz for name in graph.outputs]))
+    return (math.log10(total) + ranges.exponent * math.log10(2)) * (1 + 1e-12)
+
 
 def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audit:
     """Bound the network and each of its operations; the result has no layer reports.
@@ -57,7 +78,7 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
     error = float(root_sum_of_errors([v.error for v in outputs]))
     reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
     if total == math.inf and not reason:
-        reason = "the bound is above the largest float64, 1.8e308"
+        reason = TOO_LARGE
     notes = [*options.notes]
     if graph.left_out:
         notes.append(f"{len(graph.left_out)} integer output(s) are not included in the bound")

@@ -78,6 +78,7 @@ class Audit:
             ``effort='high'`` looks for one.
         pairs: Certified bounds on the Lipschitz constants of the differences of two outputs,
             ``(classes, classes)``, if ``effort='high'`` proved them.
+        above: log10 of a bound that is above the largest float64, so that ``upper`` is ∞.
         domain: Limits of the inputs for which the bounds hold; ``None`` if they hold for every
             input.
     """
@@ -99,6 +100,14 @@ class Audit:
     weights: str = ""
     pairs: Tensor | None = None
     domain: tuple[float, float] | None = None
+    above: float = math.inf
+
+    @property
+    def log10_upper(self) -> float:
+        """Return log10 of ``upper``, rounded up; also if ``upper`` is above the largest float64."""
+        if not self.upper < math.inf:
+            return self.above
+        return math.nextafter(math.log10(self.upper), math.inf) if self.upper else -math.inf
 
     @property
     def bounded_part(self) -> StepReport | None:

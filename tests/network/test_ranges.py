@@ -27,6 +27,7 @@ class Does(nn.Module):
     def __init__(self, forward, **layers):
         super().__init__()
         self.does = forward
+        self.register_buffer("like", torch.zeros(()))  # gives the network a type
         for name, layer in layers.items():
             self.add_module(name, layer)
 
@@ -139,6 +140,54 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(torch.sigmoid(part).reshape(1, 2, 2) for part in x.chunk(2, 1))
+
+
+def number(*entries, dtype=torch.float64) -> Tensor:
+    return torch.tensor(entries, dtype=dtype)
+
+
+# Found by an attack on this code: what broke a bound or a range → function, input shape, domain.
+ATTACKED = {
+    "bias of a product": (
+        lambda s, x: torch.baddbmm(s.like.expand(1, 2, 2) + 100, *halves(x)) @ halves(x)[0],
+        (8,), None,
+    ),
+    "negative bias of a product": (
+        lambda s, x: torch.baddbmm(s.like.expand(1, 2, 2) - 100, *halves(x)) * x[0, :1],
+        (8,), (0.0, 1.0),
+    ),
+    "negative alpha": (
+        lambda s, x: torch.baddbmm(torch.zeros(1, 2, 2).double(), *halves(x), alpha=-3) * x[0, :1],
+        (8,), (0.0, 1.0),
+    ),
+    "bias of a linear map": (
+        lambda s, x: (
+            functional.linear(halves(x)[0][0], halves(x)[1][0], number(-100.0, 100.0)) * x[0, :1]
+        ),
+        (8,), (0.0, 1.0),
+    ),
+    "int8": (lambda s, x: x * number(-128, -128, dtype=torch.int8) * x, (2,), (0.0, 1.0)),
+    "int8, matrices": (
+        lambda s, x: (x * number(-128, -128, dtype=torch.int8))[:, None] @ x[:, :, None],
+        (2,), (0.0, 1.0),
+    ),
+    "large integers": (
+        lambda s, x: ((x + torch.tensor(1000000031)) - 1e9) * x, (2,), (0.0, 1e-3),
+    ),
+    "underflow": (lambda s, x: number(1e300, 2e300) / x * 1e100, (2,), (1e200, 2e200)),
+    "underflow of a quotient": (lambda s, x: x * 1e90 / x.flip(1) * 1e100, (2,), (1e200, 2e200)),
+    "overflow of the centre": (
+        lambda s, x: torch.clamp(x, max=1.5e308) * 1e-308 * torch.sigmoid(x * 1e-308),
+        (2,), (1e308, 1.7e308),
+    ),
+    "a product taken off": (lambda s, x: x - x * x, (3,), (-1.0, 1.0)),
+    "gates taken off": (lambda s, x: x - torch.sigmoid(x) * torch.tanh(x), (3,), None),
+    "a vector divided": (lambda s, x: number(1.0, -2.0, 3.0) / (x + 2), (3,), (-1.0, 1.0)),
+}  # fmt: skip
+
+
 def ranges(graph: Graph, domain: tuple[float, float] | None) -> tuple[Ranges, dict[str, Value]]:
     values: dict = {name: Value(shape, constant=1.0) for name, shape in graph.inputs.items()}
     options = Options(domain=domain)
@@ -150,10 +199,8 @@ def ranges(graph: Graph, domain: tuple[float, float] | None) -> tuple[Ranges, di
 
 
 def contains(found: Range, value: Tensor) -> bool:
-    return (
-        bool(((found.low <= value) & (value <= found.high)).all())
-        and float(value.norm()) <= found.norm
-    )
+    inside = bool(((found.low <= value) & (value <= found.high)).all())
+    return inside and math.hypot(*value.flatten().tolist()) <= found.norm
 
 
 def drawn(shape, domain, seed: int) -> Tensor:
@@ -197,6 +244,41 @@ def test_products_are_bounded_and_their_ranges_hold(name):
     moved, reached = ((p[:, None] - p[None]).norm(dim=2) for p in (points.flatten(1), results))
     other = moved > 1e-6
     assert float((reached[other] / moved[other]).max()) <= found.upper * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ATTACKED)
+def test_attacks_on_the_ranges_stay_mended(name):
+    does, shape, domain = ATTACKED[name]
+    model = Does(does).double().eval()
+    check_ranges(model, shape, domain, wanted=False)
+    found = audit(model, shape, domain=domain, search=0)
+    if "bias" not in name and "alpha" not in name:
+        assert found.upper < math.inf, found.reason
+    points = [drawn(shape, domain, seed) for seed in range(30)]
+    most = max(float(norms_by_rows(lambda x: model(x).flatten(1), x)) for x in points)
+    assert most <= found.upper * (1 + 1e-9)
+
+
+def test_a_pole_at_the_edge_of_the_largest_numbers_is_refused():
+    model = Does(lambda s, x: 1 / (torch.clamp(x, max=1.5e308) * 1e-308 - 1.1)).double()
+    assert audit(model, (1,), domain=(1e308, 1.7e308), search=0).upper == math.inf
+
+
+def test_the_domain_is_compared_in_float64():
+    """0.1 is a larger number in float32 than in float64."""
+    model = Does(lambda s, x: torch.cat([x * x, 1 - x], 1)).double()
+    found = audit(model, (1,), domain=(0, 0.1), search=0)
+    with pytest.raises(ValueError, match="audit with a larger domain"):
+        certify(model, found, torch.tensor([[0.1]]))
+
+
+def test_a_number_that_pads_may_be_rounded():
+    def padded(self, x):
+        short = float(torch.tensor(0.1))
+        return ((functional.pad(x, (0, 1), value=0.1) - short) * 1e9 + 1.49)[:, -1:] * x
+
+    found = audit(Does(padded), (1,), domain=(-1e-12, 1e-12), search=0)
+    assert found.upper >= 1.49
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -301,3 +383,40 @@ def test_the_domain_is_shown():
     assert summary(found)[0].endswith("for inputs in [-1, 0.5]")
     assert json.loads(audit_json(found, "square"))["domain"] == [-1.0, 0.5]
     assert "network for inputs in [-1, 0.5]" in page(found, "square")
+
+
+def test_a_bound_above_the_largest_number_has_a_logarithm():
+    """Layers of norm 1e60, 1e240 in all, times a gate: all constants are divided on the way."""
+    layer = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(2))
+    model = Does(
+        lambda s, x: 1e100 * torch.tanh(1e90 * s.a(torch.tanh(1e90 * s.a(torch.tanh(1e90 * x))))),
+        a=layer,
+    ).double()
+    found = audit(model, (2,), search=0)
+    assert found.upper == math.inf
+    assert found.log10_upper == pytest.approx(370, abs=0.01)
+    assert "above the largest float64, 1.8e308: it is 10^370" in found.reason
+    assert audit(layer, (2,), search=0).log10_upper == pytest.approx(0, abs=1e-3)
+
+
+def test_a_shared_value_is_divided_once():
+    """Both halves of the sum are the same value, and a part of a chunk is listed twice."""
+    model = Does(lambda s, x: sum(t * 1e200 + t * 1e200 for t in (x * 1e200).chunk(1, 1))).double()
+    assert audit(model, (2,), search=0).log10_upper == pytest.approx(400.301, abs=0.01)
+
+
+def masked(self, x):
+    """A mask that is computed from constants in the shape of the input, as in Swin."""
+    mask = x.new_zeros(x.shape[1:])
+    mask[1:] = 2
+    mask = (mask[None] - 1).masked_fill(mask[None] != 0, -5.0)
+    return x + mask
+
+
+def test_masks_of_constants_are_constants():
+    found = audit(Does(masked).double(), (4,), search=0)
+    assert found.upper == pytest.approx(1)
+    jumps = Does(lambda s, x: x.masked_fill(x.clone().relu() != 0, 0.0)).double()
+    assert audit(jumps, (4,), search=0).upper == math.inf

@@ -307,7 +307,7 @@ def _where(step: Step) -> Value:
 
 @register_rule("aten.masked_fill", "aten.masked_fill_")
 def _masked_fill(step: Step) -> Value:
-    if isinstance(step["mask"], Value):
+    if isinstance(step["mask"], Value) and step["mask"].lipschitz > 0:
         raise Unbounded("a mask that depends on the input is discontinuous")
     return _extremum(step)
 

@@ -51,6 +51,8 @@ def _taken(step: Ranged) -> Any:
     low, high = step.run(lambda r: r.low), step.run(lambda r: r.high)
     once = step.call.op.removeprefix("aten.") in ONCE
     norm = ranges[0].norm if once else math.inf
+    if "pad" in step.call.op:  # the network may round the number with which it pads
+        return widened(low, high, step.slack() * torch.maximum(low.abs(), high.abs()))
     if isinstance(low, Tensor):
         return Range.of(low, high, norm)
     pairs = zip(low, high, strict=True)
@@ -85,16 +87,16 @@ def _growing(step: Ranged) -> Range:
         before = Range(-everything, everything, math.inf)
         step.given[name] = before
     low, high = step.run(lambda r: r.low), step.run(lambda r: r.high)
-    size = torch.where(before.size.isfinite(), before.size, 0.0)
-    if size.shape != low.shape:
-        size = size.max()
-    by = step.slack() * (size + torch.maximum(low.abs(), high.abs()))
+    by = step.slack() * (1 + torch.maximum(low.abs(), high.abs()))
     norm = before.norm * ROOM if step.call.op in NEARER_TO_0 else math.inf
     return widened(low, high, by, norm)
 
 
-LEAST = {"aten.silu": -0.27847, "aten.gelu": -0.17005, "aten.mish": -0.30885,
-         "aten.hardswish": -0.37501}  # fmt: skip
+LEAST = {
+    "aten.silu": (-0.27847, -1.279, -1.278), "aten.gelu": (-0.17005, -0.753, -0.751),
+    "aten.mish": (-0.30885, -1.193, -1.192), "aten.hardswish": (-0.37501, -1.501, -1.499),
+}  # fmt: skip
+"""Operation → a number below its least value, and two between which it is attained."""
 
 
 @register(*LEAST, "aten.silu_", "aten.hardswish_")
@@ -103,9 +105,11 @@ def _dipping(step: Ranged) -> Range:
     before = step.ranges()[0]
     ends = step.run(lambda r: r.low), step.run(lambda r: r.high)
     high = torch.maximum(*ends)
-    low = torch.where(before.low >= 0, ends[0], LEAST[step.call.op.removesuffix("_")])
+    least, left, right = LEAST[step.call.op.removesuffix("_")]
+    one_side = (before.high <= left) | (before.low >= right)
+    low = torch.where(one_side, torch.minimum(*ends), least)
     by = step.slack() * (before.size + high.abs())
-    return widened(low, high, by, before.norm * ROOM)
+    return widened(low, high, by, before.norm * (1 + 1e-6))  # 6·(1/6) may be above 1
 
 
 @register("abs", "neg", "sin", "cos", "softsign")
@@ -190,6 +194,8 @@ def _matrix(step: Ranged) -> Range:
     if bias and step[bias] is not None:
         _constant(step[bias])
     if isinstance(left, Range) and isinstance(right, Range):
+        if bias and step[bias] is not None:
+            raise Unbounded("a sum with a product of two activations has no range")
         size = step.run(lambda r: r.size)
         wide = size * (1 + step.slack(left.low.shape[-1])) + TINY
         return Range.of(-wide, wide, up(left.norm * right.norm) * ROOM)
@@ -243,7 +249,7 @@ def _added(step: Ranged) -> Range:
         low, high = low + torch.minimum(*ends), high + torch.maximum(*ends)
         size = size + one.size * abs(factor)
         norm = norm + abs(factor) * one.norm if one.low.shape == step.call.shape else math.inf
-    return widened(low, high, step.slack() * size, norm * ROOM)
+    return widened(low, high, step.slack() * size, norm * (1 + step.slack()) * ROOM)
 
 
 def _as_range(step: Ranged, name: str) -> Range:
@@ -251,7 +257,9 @@ def _as_range(step: Ranged, name: str) -> Range:
     given = step[name]
     if isinstance(given, int | float):
         given = torch.tensor(float(given), dtype=torch.float64, device=step.device)
-    return Range.of(given, given) if isinstance(given, Tensor) else step.known(name)
+    if isinstance(given, Tensor):  # also of integers, whose sizes could overflow
+        return Range.of(given.double(), given.double())
+    return step.known(name)
 
 
 @register("mul", "mul_", "div", "div_")
@@ -265,7 +273,8 @@ def _multiplied(step: Ranged) -> Range:
     by = step.slack() * corners.abs().amax(0)
     norms = [up(a.norm * b.largest) for a, b in ((one, other), (other, one))
              if a.low.shape == step.call.shape]  # fmt: skip
-    return widened(corners.amin(0), corners.amax(0), by, min(norms, default=math.inf) * ROOM)
+    norm = min(norms, default=math.inf) * (1 + step.slack()) * ROOM
+    return widened(corners.amin(0), corners.amax(0), by, norm)
 
 
 @register("pow", "square")

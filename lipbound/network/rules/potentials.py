@@ -74,7 +74,7 @@ def _unscaled(
     while value.linear is None and (parts := made_by(value, "aten.mul")):
         one, other = parts["self"], parts["other"]
         inner, factor = (one, other) if isinstance(one, Value) else (other, one)
-        if not isinstance(inner, Value) or inner.shape != value.shape:
+        if not isinstance(inner, Value) or inner.shape != value.shape or isinstance(factor, Value):
             break
         sizes = _sizes(factor, value, dtype, channels)
         if sizes is None or not bool((sizes >= 0).all()):

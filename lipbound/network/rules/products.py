@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from lipbound.network.rules.ranges import Range, inverse
+from lipbound.network.rules.ranges import TINY, Range, inverse
 from lipbound.network.rules.values import (
     Step,
     Unbounded,
@@ -40,14 +41,18 @@ def quotient(step: Step, above: str, below: str) -> Value:
     """Bound a quotient entry by entry: Δ(a/b) is Δa/b − a·Δb/b²."""
     lower = exact(step[below])
     inverted = inverse(step.range(below))
-    size, values, gains = inverted.size.square(), [lower], []
-    if isinstance(step[above], Value):
-        values.append(exact(step[above]))
-        gains.append(inverted.met(values[-1].shape, step.shape))
-        size = size * step.range(above).size
+    numerator, values, gains = step[above], [lower], []
+    if isinstance(numerator, Value):
+        values.append(exact(numerator))
+        gains.append(inverted.met(numerator.shape, step.shape))
+        size = step.range(above).size
+    elif isinstance(numerator, Tensor) and numerator.ndim:
+        size = numerator.double().abs()
     else:
-        size = size * max(map(abs, readings(step[above], step.call.dtype)))
-    size = size.expand(step.shape) * (1 + 1e-12)
+        most = max(map(abs, readings(numerator, step.call.dtype)))
+        size = torch.full_like(inverted.low, most)
+    size = inverted.size * size * inverted.size  # in this order, so that nothing underflows
+    size = size.expand(step.shape) * (1 + 1e-12) + TINY
     return summed(values, step.shape, [Range.of(-size, size).met(lower.shape, step.shape), *gains])
 
 
@@ -86,10 +91,13 @@ def _attention(step: Step) -> Value:
         raise Unbounded("dropout is active even in eval mode; pass dropout_p=0.0")
     if isinstance(step["attn_mask"], Value):
         raise Unbounded("a mask that depends on the input has no rule")
-    query, key, value = (exact(step[name]) for name in ("query", "key", "value"))
-    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+    names = ("query", "key", "value")
+    if not all(isinstance(step[name], Value) for name in names):
+        raise Unbounded("attention with a constant query, key or value has no rule")
+    query, key, value = (exact(step[name]) for name in names)
+    if not step.shape[:-2] == query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
         raise Unbounded("attention with groups of queries has no rule")
-    sizes = {name: step.range(name).matrices() for name in ("query", "key", "value")}
+    sizes = {name: step.range(name).matrices() for name in names}
     given = step["scale"]
     scale = 1 / math.sqrt(query.shape[-1]) if given is None else abs(given)
     scale = max(readings(scale, step.call.dtype)) * (1 + 1e-6)

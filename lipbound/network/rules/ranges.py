@@ -112,6 +112,7 @@ class Ranges:
         self.calls = {call.name: call for call in graph.calls}
         self.known: dict[str, Any] = dict.fromkeys(graph.inputs)
         self.centre: Ranges | None = None
+        self.exponent = 0  # of the power of two by which all constants were divided
         self.device = next(
             (t.device for c in graph.calls for t in _tensors(c)), torch.device("cpu")
         )
@@ -122,10 +123,10 @@ class Ranges:
             whole = torch.ones(shape, dtype=torch.float64, device=self.device)
             self.known[name] = Range.of(low * whole, high * whole)
         if low < high:
-            middle = (low + high) / 2
+            middle = low / 2 + high / 2  # their sum may overflow
             self.centre = Ranges(graph, {}, options, (middle, middle))
             entries = sum(math.prod(shape) for shape in graph.inputs.values())
-            self.radius = up(up((high - low) / 2 * (1 + UNIT)) * up(math.sqrt(entries)))
+            self.radius = up(up(max(high - middle, middle - low)) * up(math.sqrt(entries)))
 
     def __getitem__(self, name: str) -> Any:
         """Return the range of a value, ``None`` if it has none, a list for several results."""
@@ -157,7 +158,8 @@ class Ranges:
         try:
             with torch.backends.cudnn.flags(enabled=False):  # sums without transforms
                 found = rule(Ranged(wide, given, self.options, self.device))
-        except (LookupError, RuntimeError, TypeError, Unbounded, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, Unbounded,
+                ValueError):  # fmt: skip
             return None
         return [_finite(one) for one in found] if isinstance(found, list) else _finite(found)
 
@@ -166,7 +168,8 @@ class Ranges:
         value = self.values.get(call.name)
         if self.centre is None or not isinstance(value, Value) or isinstance(found, list):
             return found
-        reach, middle = up(value.lipschitz * self.radius), self.centre[call.name]
+        constant = value.lipschitz * 2.0**self.exponent if self.exponent < 1000 else math.inf
+        reach, middle = up(constant * self.radius), self.centre[call.name]
         if not reach < math.inf or middle is None or value.error:
             return found
         low, high = middle.low - reach, middle.high + reach
@@ -244,7 +247,7 @@ class Ranged:
         """Bound the relative rounding of a sum of products, also of the numbers in the code."""
         numbers = [
             float(leaf) for leaf in tree_leaves(self.call.arguments())
-            if isinstance(leaf, float) or (isinstance(leaf, Tensor) and not leaf.ndim)
+            if isinstance(leaf, int | float) or (isinstance(leaf, Tensor) and not leaf.ndim)
         ]  # fmt: skip
         dtype = self.call.dtype
         away = [

@@ -79,6 +79,15 @@ def _copy(step: Step) -> Value:
     return source.times(spread(source, step.shape), step.shape)
 
 
+@register_rule("aten.fill")
+def _fill(step: Step) -> Value:
+    """Bound a tensor whose entries are all replaced by one number."""
+    del step.arguments["self"]  # with its error
+    if not isinstance(step["value"], Value):
+        return Value(step.shape, 0.0)
+    return step["value"].times(spread(step["value"], step.shape), step.shape)
+
+
 @register_rule("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.unbind",
                "aten.tensor_split")  # fmt: skip
 def _split(step: Step) -> list[Value]:

@@ -198,7 +198,7 @@ class Value:
 
     def times(self, gain: float, shape: Sequence[int] | None = None, apart: Error = 0.0) -> Value:
         """Return the value after a ``gain``-Lipschitz operation with the error ``apart``."""
-        exact = gain in (0, 1)
+        exact = gain in (0, 1) or (not self.lipschitz and gain < math.inf)
         product = gain * self.lipschitz if gain else 0.0
         after = self.shape if shape is None else tuple(shape)  # () is the shape of a number
         why = self.why or ("" if gain < math.inf else INFINITE)
@@ -206,6 +206,12 @@ class Value:
         part = None if self.part is None else self.part.then(gain, apart)
         constant = product if exact else up(product)
         return Value(after, constant, reason=why, apart=error, own=apart, part=part)
+
+    def divide(self, factor: float) -> None:
+        """Divide the constant; of a linear map, that of the earlier value must be divided."""
+        self.__dict__.pop("lipschitz", None)
+        if self.constant is not None:
+            self.constant = up(self.constant / factor) if self.constant else 0.0
 
     def rounded(self, error: Error) -> Value:
         """Return the value with a further error of its last operation."""
@@ -298,6 +304,7 @@ class Step:
         return found[0]
 
 
+COMPARISONS = {f"aten.{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge", "logical_not")}
 INFINITE = "its Lipschitz constant is not finite"
 
 
@@ -360,6 +367,10 @@ def follow(
         return part if part.shape == call.shape else part.times(1.0, call.shape)
     shape = call.shape or ()
     try:
+        if call.op in COMPARISONS and all(
+            v.lipschitz == 0 and not np.any(v.error) for v in step.inputs()
+        ):
+            return Value(shape, 0.0, origin=step)  # a comparison of constants, such as a mask
         if not call.floating:
             raise Unbounded("its result is not real floating point: it jumps or has no rule")
         if call.op not in RULES:
@@ -473,7 +484,8 @@ def summed(values: Sequence[Value], shape: Sequence[int], gains: Sequence[float]
     pairs = list(zip(values, gains, strict=True))
     constant = 0.0
     for value, gain in pairs:
-        constant = up(constant + up(gain * value.lipschitz))
+        if value.lipschitz or not gain < math.inf:  # a constant stays one
+            constant = up(constant + up(gain * value.lipschitz))
     error = total(*[scaled(gain, value.error) for value, gain in pairs])
     reason = next((v.why for v in values if v.why), "")
     return Value(tuple(shape), constant, reason=reason, apart=error)
@@ -497,7 +509,7 @@ def steepest(*slopes: float) -> float:
 
 def root_sum(numbers: Sequence[float]) -> float:
     """Return √Σx², rounded up."""
-    return up(up(math.hypot(*numbers)))
+    return up(up(math.hypot(*numbers))) if any(numbers) else 0.0
 
 
 def root_sum_of_errors(errors: Sequence[Error]) -> Error:
