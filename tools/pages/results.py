@@ -42,8 +42,10 @@ def index() -> str:
          "[bounds](bounds.md#whole-networks)"],
         ["That is still far above the largest Jacobian norm found.",
          f"10^{deep['high']['log10_upper']:.2f} beside 10^{deep['normal']['log10_lower']:.2f}", "[bounds](bounds.md#whole-networks)"],
-        ["Most torchvision and timm networks get a bound; products of activations are refused.",
-         f"{sum(not r['reason'] for r in zoo)} of {len(zoo)}", "[bounds](bounds.md#whole-networks)"],
+        ["Almost all torchvision and timm networks get a bound, some of them for inputs in a range.",
+         f"{sum(not r['reason'] for r in zoo)} of {len(zoo)} for every input, "
+         f"{sum(r['log10_upper'] is not None for r in lines('audits-domain'))} more with ranges",
+         "[bounds](bounds.md#whole-networks)"],
         ["LipBound of a whole network is faster than in the authors' way (H200).",
          f"{mean(speeds, 'direct', 'lipbound'):.0f} ×, geometric mean of {len(speeds)} networks",
          "[speed](speed.md)"],
@@ -130,34 +132,47 @@ def audits() -> str:
         effort: {r["network"]: r for r in records if r["effort"] == effort}
         for effort in ("normal", "two norms", "high")
     }
+    fast = {r["network"]: r for r in lines("audits-high-gpu")}
     rows = []
     for name, normal in by_effort["normal"].items():
+        floor = max(
+            (r.get("log10_floor") or 0) for r in (*records, *fast.values()) if r["network"] == name
+        )
         old, high = by_effort["two norms"][name], by_effort["high"].get(name)
         rows.append([
             name, f"{normal['log10_paper']:.2f}", f"{normal['log10_product']:.2f}",
             f"{normal['log10_upper']:.2f}", f"{old['log10_upper']:.2f}",
             f"{high['log10_upper']:.2f}" if high else "not measured",
-            f"{high['log10_floor']:.2f}" if high and high.get("log10_floor") else "",
+            f"{floor:.2f}" if floor else "",
             f"{normal['log10_lower']:.2f}", f"{normal['seconds']:.0f} s",
-            f"{high['seconds']:.0f} s" if high else "",
+            f"{high['seconds']:.0f} s, {high['threads']} {'core' if high['threads'] == 1 else 'cores'}" if high else "",
+            f"{fast[name]['seconds']:.0f} s" if name in fast else "",
         ])  # fmt: skip
     header = [
         "network", "product of LipBounds", "product of brackets", "audit", "two weighted norms",
-        "audit, `--effort high`", "floor", "largest Jacobian found", "time", "time, high",
+        "audit, `--effort high`", "floor", "largest Jacobian found", "time", "time, high", "time, high, H200",
     ]  # fmt: skip
     zoo = lines("audits-gpu")
-    refused = [[r["network"], r["reason"]] for r in zoo if r["reason"]]
+    refused = {r["network"] for r in zoo if r["reason"]}
+    ranged = [r for r in lines("audits-domain") if r["network"] in refused]
+    low, high = next(r["domain"] for r in ranged if r["domain"])
+    products = [
+        [r["network"], "none" if r["log10_upper"] is None else f"{r['log10_upper']:.1f}",
+         r["reason"] if r["log10_upper"] is None else "the domain" if r["domain"] else "every input",
+         f"{r['seconds']:.0f} s"]
+        for r in sorted(ranged, key=lambda r: r["log10_upper"] or 1e9)
+    ]  # fmt: skip
     return f"""## Whole networks
 
 LipSDP on symbols lowers the proved bounds of whole networks by many powers of ten. They are still far above the largest Jacobian norm that was found.
 
-The command is `python -m benchmarks.audits resnet20=WEIGHTS ... --out FILE [--effort high]`. The networks are the trained CIFAR ResNets ({records[0]["device"]}, {records[0]["threads"]} threads, torch {records[0]["torch"]}). **All values are powers of ten**: 2 means 10². The two audits are proved upper bounds on the L2 Lipschitz constant of the network. `--effort high` is [LipSDP on symbols](../theory.md#networks). *Two weighted norms* was the rule before it, which is no longer part of lipbound; its numbers are proved too. No method that only knows the limits of the activations' slopes can prove less than the *floor*; where it is empty, it was not measured. The times of `--effort high` were measured while the machine did other work. The largest Jacobian norm found is a lower bound, up to rounding. The two products treat BatchNorm as a layer of its own and leave out the shortcuts, so they are not bounds of these networks.
+The command is `python -m benchmarks.audits resnet20=WEIGHTS ... --out FILE [--effort high]`. The networks are the trained CIFAR ResNets ({records[0]["device"]}, {records[0]["threads"]} threads, torch {records[0]["torch"]}). **All values are powers of ten**: 2 means 10². The two audits are proved upper bounds on the L2 Lipschitz constant of the network. `--effort high` is [LipSDP on symbols](../theory.md#networks). *Two weighted norms* was the rule before it, which is no longer part of lipbound; its numbers are proved too. No method that only knows the limits of the activations' slopes can prove less than the *floor*; where it is empty, none could be proved. The times of `--effort high` were measured while the machines did other work; those with one and two cores are of the slowest machine. On the H200 the bound of ResNet-20 is 10^{fast["resnet20"]["log10_upper"]:.2f}, because the search for multipliers ends elsewhere. The largest Jacobian norm found is a lower bound, up to rounding. The two products treat BatchNorm as a layer of its own and leave out the shortcuts, so they are not bounds of these networks.
 
 {table(header, rows)}
 
-`python -m benchmarks.audits --zoo --device cuda --out FILE` audits {len(zoo)} networks of torchvision and timm with their initial weights, in {min(r["seconds"] for r in zoo):.0f} to {max(r["seconds"] for r in zoo):.0f} s each ({zoo[0]["device"]}). {len(zoo) - len(refused)} got a bound. The others were refused for these reasons:
+`python -m benchmarks.audits --zoo --device cuda --out FILE` audits {len(zoo)} networks of torchvision and timm with their initial weights, in {min(r["seconds"] for r in zoo):.0f} to {max(r["seconds"] for r in zoo):.0f} s each ({zoo[0]["device"]}). {len(zoo) - len(refused)} got a bound. The other {len(refused)} multiply activations. With [ranges](../guides/audit.md#products-of-activations), {sum(r["log10_upper"] is not None for r in ranged)} of these get one too, for inputs in [{low:g}, {high:g}] or for every input. The bounds are powers of ten again, and far from tight. The last layer of ViT starts with zeros, so its bound is almost 0. (`--domain={low:g},{high:g}`, {ranged[0]["device"]}, one core of a busy machine, torch {ranged[0]["torch"]}.)
 
-{table(["network", "reason"], refused)}
+{table(["network", "bound", "holds for", "time"], products)}
 """
 
 

@@ -330,6 +330,12 @@ When LipSDP learned to bound the differences of two outputs, a search and a read
 - Squares underflow: for a classifier with weights near 1e-306 the bound was 0, and the radius infinite. Such bounds are now refused, and every product is rounded up.
 - The channels of an image that is only flattened at the end were taken for the outputs, and an activation without a channel axis ended the audit with an error.
 
+When ranges learned to bound products of activations, a reader attacked them, before any release:
+
+- The bias and the factor alpha of a product of two activations (`addmm`, `baddbmm`, `linear`) were left out of its range: a bound of 3 for a Jacobian of 50, and a class that changed inside its radius.
+- The size of an int8 constant of −128 is −128 in int8. A quotient of numbers near 1e200 underflowed. The centre of a domain near 1e308 overflowed.
+- A domain such as (0, 0.1) was compared with the inputs in float32, and numbers that a float32 network rounds were missing in some norms.
+
 No check sees the following: values that a forward method reads in a hidden way (in another thread, through ctypes or `to_dlpack`), and a network that changes its behaviour later, by a counter in a global variable or by the clock. An audit holds for one precision: a forward method that branches on the dtype of its input is another network in each precision.
 """
 

@@ -31,7 +31,7 @@ from lipbound.runtime import Progress, silent, time_is_up
 from lipbound.symbols import grid, radians
 
 STEPS = 200  # at least
-EACH = 10  # steps for each activation of a deep network
+EACH = 13  # steps for each activation of a deep network
 DENSE = 1000  # steps for small dense networks, where a step is cheap
 SMALL = 512  # rows of a small network's largest stage
 EVERY = 5  # steps between searches for the frequencies that decide
