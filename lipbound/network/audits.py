@@ -177,7 +177,10 @@ def _with_upper(
             options.keep(report.layer, report.bracket)
     found = compose(graph, options, progress)
     if domain is not None and found.upper < math.inf:
-        found = replace(found, note=joined(found.note, "the bound holds for every input"))
+        found = replace(
+            found,
+            note=joined(found.note, "the domain was not needed: the bound holds for every input"),
+        )
     elif domain is not None:
         options = replace(options, domain=domain)
         found = replace(compose(graph, options, progress), domain=domain)

@@ -133,6 +133,8 @@ def test_audit_of_weights_with_and_without_an_architecture(monkeypatch, capsys, 
             ["--input", "3,32,32"],
             "--input 3,32,32 needs the network's",
         ),
+        (["--domain", "0,1"], "--domain 0,1 needs the network's"),
+        (["--domain", "1,0"], "--domain '1,0' is not a smaller and a larger number"),
         (["--effort", "hihg"], "--effort 'hihg' is not one of low, normal, high"),
         (["--html", str(path)], "would overwrite the weights"),
     ):

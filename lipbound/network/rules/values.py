@@ -286,8 +286,8 @@ class Step:
             raise Unbounded(f"the range of {place.name} is not known, or above 1.8e308")
         if found is None:
             raise Unbounded(
-                f"it has no global Lipschitz constant, because the range of {place.name} is not "
-                f"known; pass the range of the inputs, for example domain=(0, 1)"
+                f"the range of {place.name} is not known, so there is no global Lipschitz "
+                f"constant; give the range of the inputs: domain=(0, 1), or --domain 0,1"
             )
         return found
 
