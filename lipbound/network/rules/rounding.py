@@ -313,8 +313,14 @@ _refused(
     "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 _refused(
+    "it is Lipschitz on a range only, and its rounding is not derived",
+    "exp", "glu", "log", "pow", "reciprocal", "rsqrt", "scaled_dot_product_attention", "sqrt",
+    "square",
+)  # fmt: skip
+_refused("the rounding of the number is not derived", "fill")
+_refused(
     "the operation has no Lipschitz constant", "hardshrink", "round", "sign", "floor", "ceil",
-    "trunc", "scaled_dot_product_attention",
+    "trunc",
 )  # fmt: skip
 
 
