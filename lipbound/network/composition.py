@@ -6,8 +6,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.bounds.rounding import products_above
@@ -115,7 +113,7 @@ def _tightened(
         why = audit.reason or "it has several outputs"
         return _noted(audit, f"effort='high' had no effect: {why}")
     output = values[graph.outputs[0]]
-    found, left_out = runs(output, _device(graph))
+    found, left_out = runs(output, graph.device)
     gains: dict[int, tuple[Value, Gain]] = {}
     failed: list[str] = []
     logits = len(output.shape) == 2 and output.shape[0] == 1
@@ -146,7 +144,7 @@ def _tightened(
     upper = again[graph.outputs[0]].lipschitz
     least = near = 0.0
     if not left_out and len(graph.inputs) == 1:
-        least, near = floor(graph, values, _device(graph), progress)
+        least, near = floor(graph, values, graph.device, progress)
     centres = sum(proved.centres for _, proved in gains.values())
     parts = ", ".join(left_out)
     without = ", ".join(failed)
@@ -172,13 +170,6 @@ def _noted(audit: Audit, note: str) -> Audit:
 def _named(value: Value, graph: Graph, values: dict[str, Any]) -> str:
     name = next((name for name, other in values.items() if other is value), "")
     return next((call.module for call in graph.calls if call.name == name and call.module), name)
-
-
-def _device(graph: Graph) -> torch.device:
-    """Return the device of the network's weights."""
-    leaves = (leaf for call in graph.calls for leaf in tree_leaves((call.args, call.kwargs)))
-    found = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
-    return found or torch.device("cpu")
 
 
 def _shown(call: Call, ops: dict[str, str]) -> str:

@@ -139,6 +139,13 @@ class Graph:
     captured: Callable[..., Any] | None = field(default=None, repr=False)
     analysed: Callable[..., Any] | None = field(default=None, repr=False)
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the network's weights."""
+        leaves = (leaf for call in self.calls for leaf in tree_leaves((call.args, call.kwargs)))
+        found = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
+        return found or torch.device("cpu")
+
 
 def capture(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     """Capture ``model(*inputs)`` in eval mode.

@@ -386,7 +386,7 @@ def test_the_domain_is_shown():
 
 
 def test_a_bound_above_the_largest_number_has_a_logarithm():
-    """Layers of norm 1e60, 1e240 in all, times a gate: all constants are divided on the way."""
+    """Four factors, 1e370 in all: the constants are divided on the way."""
     layer = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(2))

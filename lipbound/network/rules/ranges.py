@@ -70,11 +70,11 @@ class Range:
         """
         wide = [*[1] * (len(shape) - len(other)), *other]
         axes = [axis for axis, (n, m) in enumerate(zip(wide, shape, strict=True)) if n < m]
-        size = self.size.expand(tuple(shape))
         if not axes:
-            return min(self.largest, self.norm)
+            return self.largest
         copies = math.prod(shape) / max(1, self.low.numel())
-        return min(_norm(size, axes), up(self.norm * up(math.sqrt(copies))))
+        sizes = self.size.expand(tuple(shape))
+        return min(_norm(sizes, axes), up(self.norm * up(math.sqrt(copies))))
 
     def matrices(self) -> float:
         """Limit the norms of the matrices in the last two axes."""
@@ -113,9 +113,7 @@ class Ranges:
         self.known: dict[str, Any] = dict.fromkeys(graph.inputs)
         self.centre: Ranges | None = None
         self.exponent = 0  # of the power of two by which all constants were divided
-        self.device = next(
-            (t.device for c in graph.calls for t in _tensors(c)), torch.device("cpu")
-        )
+        self.device = graph.device
         if domain is None:
             return
         low, high = domain
@@ -149,15 +147,9 @@ class Ranges:
         if rule is None or not (call.floating or call.op == "getitem"):
             return None
         wide = call.in_float64()
-        given = {
-            name: tree_map(
-                lambda leaf: self.known[leaf.name] if isinstance(leaf, Reference) else leaf, given
-            )
-            for name, given in wide.arguments().items()
-        }
         try:
             with torch.backends.cudnn.flags(enabled=False):  # sums without transforms
-                found = rule(Ranged(wide, given, self.options, self.device))
+                found = rule(Ranged(wide, wide.given(self.known), self.options, self.device))
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, Unbounded,
                 ValueError):  # fmt: skip
             return None
@@ -180,10 +172,6 @@ class Ranges:
         return Range.of(
             torch.maximum(low, found.low), torch.minimum(high, found.high), min(norm, found.norm)
         )
-
-
-def _tensors(call: Call) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
 
 
 def _finite(found: Range | None) -> Range | None:
