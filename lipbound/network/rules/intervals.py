@@ -76,18 +76,18 @@ def _growing(step: Ranged) -> Range:
         raise Unbounded("it does not increase")
     if step.call.op == "aten.celu" and step["alpha"] < 0:
         raise Unbounded("it does not increase")
-    references = step.call.arguments()
-    (name,) = [n for n, given in references.items() if isinstance(given, Reference)]
-    before = step[name]
-    if before is None:
-        shape = step.call.shape if step.call.op != "aten.logsumexp" else None
-        if shape is None:
-            raise Unbounded("its argument has no range")
+    given = step.call.arguments()
+    (name,) = [n for n, argument in given.items() if isinstance(argument, Reference)]
+    before, terms = step[name], 1
+    if step.call.op == "aten.logsumexp":
+        terms = step.known(name).low.numel()
+    elif before is None:
+        shape = step.call.shape or ()
         everything = torch.full(shape, math.inf, dtype=torch.float64, device=step.device)
         before = Range(-everything, everything, math.inf)
         step.given[name] = before
     low, high = step.run(lambda r: r.low), step.run(lambda r: r.high)
-    by = step.slack() * (1 + torch.maximum(low.abs(), high.abs()))
+    by = step.slack(terms) * (1 + torch.maximum(low.abs(), high.abs()))
     norm = before.norm * ROOM if step.call.op in NEARER_TO_0 else math.inf
     return widened(low, high, by, norm)
 
