@@ -61,6 +61,7 @@ def norms_by_rows(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     return norms.where(known, torch.nan)
 
 
+@torch.no_grad()  # otherwise the iterations keep each other's graphs, for the network's parameters
 def _iterated(
     run: Callable[[Tensor], Tensor], inputs: Tensor, iterations: int, seed: int
 ) -> Tensor:
@@ -78,7 +79,7 @@ def _iterated(
         if bool((norms <= before * (1 + ENOUGH)).all()):
             break
         (vectors,) = pull(images)
-    return norms.detach()
+    return norms
 
 
 def alone_and_together(model: nn.Module, inputs: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -364,3 +364,17 @@ def test_what_cannot_be_audited_is_said_in_one_line(capfd):
 def test_what_is_no_shape_is_refused(shape):
     with pytest.raises(ValueError, match=r"is not a shape; pass for example \(3, 8, 8\)"):
         audit(nn.Conv2d(3, 4, 3), shape)
+
+
+def test_power_iteration_keeps_no_graphs(monkeypatch):
+    """Each iteration would otherwise keep the activations of all iterations before it."""
+    given, jvp = [], torch.func.jvp
+
+    def seen(run, points, tangents):
+        given.extend(tangents)
+        return jvp(run, points, tangents)
+
+    monkeypatch.setattr(torch.func, "jvp", seen)
+    jacobian_norm(nn.Linear(40, 40), torch.randn(1, 40))
+    assert len(given) > 2
+    assert not any(tangent.requires_grad for tangent in given)
