@@ -139,10 +139,10 @@ class Recorder(TorchDispatchMode):
         before = [leaf for leaf in given if isinstance(leaf, Tensor)]
         after = [leaf for leaf in results if isinstance(leaf, Tensor)]
         self.trace.kept += before + after
-        if _moves(func):
+        if _moves(func) and all(_storage(t) in self.makers or not _stored(t) for t in after):
             for tensor in after:  # only a tensor without a storage is new here
                 self.makers.setdefault(_storage(tensor), (-2, 0))
-            return result
+            return result  # otherwise it is a copy, as reshape can make under inference mode
         mine = [t for t in before if self.depends(t)]
         place = len(self.trace.operations)
         self.trace.operations.append(
@@ -188,10 +188,16 @@ def watched() -> Iterator[Trace]:
 
 def _storage(tensor: Tensor) -> int:
     """Return a number that is equal for two tensors that share their memory."""
+    return int(tensor.untyped_storage()._cdata) if _stored(tensor) else id(tensor)
+
+
+def _stored(tensor: Tensor) -> bool:
+    """Tell whether a tensor has a storage; a sparse one, for example, has none."""
     try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # for example a sparse tensor, which has no storage
-        return id(tensor)
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _moves(func: Any) -> bool:

@@ -224,7 +224,16 @@ def written(m, x):
     return y.mul_(2).relu_()
 
 
+def shifted(m, x):
+    """A mask made from the input's type, then a reshape that copies."""
+    mask = x.new_zeros(4)
+    mask[2:] = 1
+    mask = mask.masked_fill(mask != 0, 0.5)
+    return (x + mask).mT.reshape(len(x), -1)
+
+
 HONEST = {
+    "a reshape that copies": (Forward(shifted), (3, 4), 1.0),
     "kept activations": (Keeping(), (3,), 10.0),
     "results that nobody reads": (Forward(dead), (3,), 2.0),
     "writing in place": (Forward(written), (3,), 2 * math.sqrt(5)),
