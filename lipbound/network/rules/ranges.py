@@ -150,6 +150,8 @@ class Ranges:
         try:
             with torch.backends.cudnn.flags(enabled=False):  # sums without transforms
                 found = rule(Ranged(wide, wide.given(self.known), self.options, self.device))
+        except torch.OutOfMemoryError:
+            raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, Unbounded,
                 ValueError):  # fmt: skip
             return None
