@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.modules import in_eval
 from lipbound.network.graph import Call, Graph, NotCaptured, Reference, capture
-from verify.random_networks import Sly, random_network
+from verify.random_networks import random_network
+from verify.random_parts import Sly
 from verify.real_operations import (
     OPERATIONS,
     PRECISION,

@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from lipbound import BOUNDS, audit
 from lipbound.network.lipsdp import multipliers
 from verify.oracles import norms
-from verify.random_networks import (
-    Concat,
-    Larger,
-    Residual,
-    Reuse,
-    Shape,
-    Sly,
-    code,
-    random_network,
-)
+from verify.random_networks import code, random_domain, random_network
+from verify.random_parts import Concat, Larger, Residual, Reuse, Shape, Sly
 from verify.shrinking import shrink
 from verify.tally import Tally
 
@@ -50,7 +42,12 @@ def jacobians(model: nn.Module, points: Tensor) -> Tensor:
 
 @torch.no_grad()
 def searched_norm(
-    model: nn.Module, shape: Shape, seed: int, rounds: int = 3, error: float = 0.0
+    model: nn.Module,
+    shape: Shape,
+    seed: int,
+    rounds: int = 3,
+    error: float = 0.0,
+    domain: tuple[float, float] | None = None,
 ) -> float:
     """Return the largest Jacobian norm or difference quotient found for a float64 network.
 
@@ -63,8 +60,11 @@ def searched_norm(
     def normal(count: int) -> Tensor:
         return torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(device)
 
+    def inside(points: Tensor) -> Tensor:
+        return points if domain is None else _inside(points, domain)
+
     points = torch.cat([scale * normal(3) for scale in (0.03, 0.3, 1.0, 3.0, 10.0)])
-    points = torch.cat([points, points[::3].abs(), 10 + normal(1)])
+    points = inside(torch.cat([points, points[::3].abs(), 10 + normal(1)]))
     best, where = 0.0, points[:1]
     for turn in range(rounds):
         found = jacobians(model, points)
@@ -77,12 +77,19 @@ def searched_norm(
         moves = [reach * normal(4)]
         if best > 0:
             moves += [reach * scale * _uphill(model, where, matrix) for scale in (0.3, 1.0, 3.0)]
-        points = where + torch.cat(moves)
-    far = torch.cat([where + reach * normal(4) for reach in (1e-2, 1.0, 10.0)])
+        points = inside(where + torch.cat(moves))
+    far = inside(torch.cat([where + reach * normal(4) for reach in (1e-2, 1.0, 10.0)]))
     images = model(torch.cat([where, far])).flatten(1)
     moved = ((images[1:] - images[0]).norm(dim=1) - 2 * error).clamp_min(0)  # jumps apart
     steps = moved / (far - where).flatten(1).norm(dim=1)
     return max(best, float(steps.max()))
+
+
+def _inside(points: Tensor, domain: tuple[float, float]) -> Tensor:
+    """Move points into the domain, not onto its border, where a derivative may belong outside."""
+    low, high = domain
+    room = (high - low) / 1000
+    return points.clamp(low + room, high - room)
 
 
 def _uphill(model: nn.Module, point: Tensor, matrix: Tensor) -> Tensor:
@@ -154,25 +161,36 @@ def margin(model: nn.Module, shape: Shape, seed: int, effort: str = "normal") ->
 
     With effort='high' few steps choose the multipliers of LipSDP, because any are valid.
     """
+    domain = random_domain(seed)
     method = list(BOUNDS)[seed % len(BOUNDS)] if seed % 2 and effort != "high" else "spectral"
     with patch.multiple(multipliers, STEPS=FEW, DENSE=FEW, EACH=0):
-        found = audit(model, shape, search=0, method=method, effort=effort)
+        found = audit(model, shape, search=0, method=method, effort=effort, domain=domain)
     if found.upper == math.inf:
-        return Margin(math.inf, reason=found.reason)
+        return Margin(math.inf, reason=found.reason or "the bound is above the largest float64")
     wide = copy.deepcopy(model).double()
     if empty_windows(wide, shape):
         return Margin(found.upper, reason="a pooling window lies in padding alone")
-    truth = searched_norm(wide, shape, seed, error=found.error)
-    apart = math.inf if found.pairs is None else differences(wide, shape, seed, found.pairs)
+    truth = searched_norm(wide, shape, seed, error=found.error, domain=domain)
+    apart = math.inf
+    if found.pairs is not None:
+        apart = differences(wide, shape, seed, found.pairs, domain)
     return Margin(found.upper, truth, found.floor, "lowered the bound" in found.note, apart)
 
 
 @torch.no_grad()
-def differences(model: nn.Module, shape: Shape, seed: int, bounds: Tensor) -> float:
+def differences(
+    model: nn.Module,
+    shape: Shape,
+    seed: int,
+    bounds: Tensor,
+    domain: tuple[float, float] | None = None,
+) -> float:
     """Return the smallest bound/norm − 1 over differences of two rows of Jacobians."""
     draw = torch.Generator().manual_seed(seed)
     points = torch.randn(40, *shape, generator=draw, dtype=torch.float64)
     points *= 10.0 ** torch.arange(-2, 2).repeat(10).reshape(-1, *[1] * len(shape))
+    if domain is not None:
+        points = _inside(points, domain)
     rows = jacobians(model, points.to(_device(model)))
     truth = (rows[:, :, None] - rows[:, None]).norm(dim=-1).amax(0)
     seen = truth > 0
@@ -211,7 +229,7 @@ def reproduction(model: nn.Module, shape: Shape, seed: int, effort: str) -> str:
     return f"""import torch
 from torch import nn
 from verify.network_checks import margin
-from verify.random_networks import *
+from verify.random_parts import *
 
 model = {code(model)}
 state = {state!r}
@@ -222,7 +240,8 @@ print(margin(model.to({dtype}).eval(), {shape!r}, {seed}, {effort!r}))
 
 def _short(reason: str) -> str:
     """Return the kind of a reason, without its details."""
-    return reason.split(" (")[0].split(" when it runs")[0].removeprefix("layers only: ")
+    reason = reason.split(" (")[0].split(" when it runs")[0].removeprefix("layers only: ")
+    return "a range is not known" if reason.startswith("the range of ") else reason
 
 
 def check_networks(seeds: Iterable[int], device: str = "cpu", effort: str = "normal") -> Tally:

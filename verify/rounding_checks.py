@@ -27,7 +27,7 @@ from lipbound.network.rules import Value
 from lipbound.network.rules.rounding import NotProved
 from lipbound.robust.models import MODELS
 from verify.exact import DTYPES, NoValue, errors, network, real_values
-from verify.random_networks import Sly
+from verify.random_parts import Sly
 from verify.real_operations import NoOperation
 from verify.tally import Tally
 

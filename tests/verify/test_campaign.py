@@ -16,6 +16,7 @@ from torch import nn
 
 from lipbound import BOUNDS, audit, files
 from lipbound.network.rules import RULES
+from lipbound.network.rules.ranges import Range, Ranges
 from lipbound.runtime import one_blas_thread
 from lipbound.toeplitz import exact
 from verify import campaign, layer_checks, network_checks
@@ -25,7 +26,7 @@ from verify.network_checks import check_networks, jacobians, searched_norm
 from verify.oracles import Symbols, operator_norms
 from verify.planted import FAULTS, planted, seen_after
 from verify.random_layers import FAMILIES, random_stack, structured
-from verify.random_networks import MIXED
+from verify.random_networks import MIXED, MULTIPLIED
 from verify.tally import Tally
 from verify.worst_cases import search_kernels
 
@@ -126,6 +127,30 @@ def test_no_random_network_exceeds_its_audit():
     assert tally.counts["modules"]["Mixed"] >= 3
     assert tally.counts["outcomes"]["bounded"] >= 3
     assert tally.claims["network"]["margin"] > 0
+
+
+PRODUCTS = [MULTIPLIED + n for n in (7, 8, 14, 16, 31, 32)]
+
+
+@pytest.mark.slow
+def test_no_random_product_exceeds_its_bound():
+    tally = check_networks(PRODUCTS)
+    assert tally.violations == []
+    assert tally.counts["modules"]["Multiplied"] == tally.counts["outcomes"]["bounded"] == 6
+    assert tally.claims["network"]["margin"] < 0.01, "one of them is nearly attained"
+
+
+@pytest.mark.slow
+def test_ranges_that_are_too_small_are_found(monkeypatch):
+    range_of = Ranges.__getitem__
+
+    def smaller(self, name):
+        found = range_of(self, name)
+        return found and Range(0.2 * found.low, 0.2 * found.high, 0.2 * found.norm)
+
+    monkeypatch.setattr(Ranges, "__getitem__", smaller)
+    monkeypatch.setattr(network_checks, "shrink", lambda case, *_: case)
+    assert check_networks(PRODUCTS).violations
 
 
 @pytest.mark.slow
