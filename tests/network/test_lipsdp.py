@@ -7,12 +7,9 @@ import math
 from functools import partial
 from itertools import pairwise
 
-import clarabel
-import numpy as np
 import pytest
 import torch
 from helpers import fitted
-from scipy import sparse
 from torch import Tensor, nn
 from zoo import Run, conv
 
@@ -24,6 +21,7 @@ from lipbound.network.lipsdp.laurent import Laurent
 from lipbound.network.rules import RULES, Options, Value, follow
 from lipbound.robust.models import ResNet
 from lipbound.toeplitz import operator_matrix
+from verify.interior_point import lipsdp
 
 
 @pytest.fixture(autouse=True)
@@ -451,40 +449,6 @@ def test_the_floor_is_the_largest_jacobian_over_all_slopes(activation, seed):
     found = audit(model, (3,), effort="high", search=0)
     assert 0.999 * truth < found.floor <= truth
     assert found.floor <= found.upper
-
-
-def lipsdp(weights: list[np.ndarray]) -> float:
-    """Return the bound of LipSDP (one multiplier per neuron, ReLU) by an interior-point solver.
-
-    The variables are L² and the multipliers. The inequality is linear in them.
-    """
-    sizes = [weights[0].shape[1], *(w.shape[0] for w in weights[:-1])]
-    starts = np.cumsum([0, *sizes])
-    count = int(starts[-1])
-    parts = [np.diag((np.arange(count) < sizes[0]).astype(float))]
-    for layer, weight in enumerate(weights[:-1]):
-        before = slice(starts[layer], starts[layer + 1])
-        for i, row in enumerate(weight):
-            part = np.zeros((count, count))
-            part[starts[layer + 1] + i, before] = -row
-            part += part.T
-            part[starts[layer + 1] + i, starts[layer + 1] + i] = 2
-            parts.append(part)
-    result = np.zeros((count, count))
-    result[starts[-2] :, starts[-2] :] = weights[-1].T @ weights[-1]
-    below = np.tril_indices(count)
-    scale = np.where(below[0] == below[1], 1.0, math.sqrt(2))
-    columns = np.stack([scale * part[below] for part in parts], 1)
-    free = len(parts)
-    matrix = sparse.csc_matrix(np.vstack([-columns, -np.eye(free)]))
-    limits = np.concatenate([-scale * result[below], np.zeros(free)])
-    cones = [clarabel.PSDTriangleConeT(count), clarabel.NonnegativeConeT(free)]
-    settings = clarabel.DefaultSettings()
-    settings.verbose = False
-    goal = np.eye(free)[0]
-    nothing = sparse.csc_matrix((free, free))
-    solver = clarabel.DefaultSolver(nothing, goal, matrix, limits, cones, settings)
-    return math.sqrt(solver.solve().x[0])
 
 
 @pytest.mark.slow
