@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from lipbound.report.markdown import table
 from tools.pages import DOCS, lines, record, write
 from tools.pages.trust_chapters import CHAPTERS
 from verify.campaign import merged
+from verify.random_networks import MULTIPLIED
 from verify.tally import Tally
 
 CLAIMS = {
@@ -35,8 +37,8 @@ CLAIMS = {
     "rounding, float64": "rounding of every value of a float64 network ≤ its bound",
     "rounding, large": "float32 and float64 of every value of a large network differ by at most both bounds",
 }
-CURRENT = 30_000_000
-"""The first seed of random networks that ran under today's rules."""
+STRICTER, CURRENT = 30_000_000, MULTIPLIED
+"""The first seeds of random networks that ran under stricter rules, and under those of today."""
 
 
 def runs(part: str) -> tuple[list[dict[str, Any]], Tally]:
@@ -172,7 +174,11 @@ The command is `python -m verify campaign --parts search`. Adam changes a kernel
 def networks() -> str:
     found, total = runs("networks")
     outcomes, modules = total.counts["outcomes"], total.counts["modules"]
-    newest = sum(stop - start for r in found for start, stop in r["seeds"] if start >= CURRENT)
+
+    def between(first: float, last: float) -> int:
+        seeds = [s for r in found for s in r["seeds"] if first <= s[0] < last]
+        return sum(stop - start for start, stop in seeds)
+
     return f"""## Random networks
 
 **{total.count:,} random networks were audited, with {len(total.violations)} violations. {outcomes["bounded"]:,} got a bound and {outcomes["refused"]:,} were refused.**
@@ -184,8 +190,9 @@ The bound is compared with the largest norm of a dense float64 Jacobian (at rand
 The rules were made stricter twice, because of [faults that people found](#what-people-found):
 
 - Seeds below 10,000,000 ran before the first change. From there on the grammar also has products from either side, broadcast numbers, and arguments that are activations.
-- Seeds from {CURRENT:,} on ran under the rules of today: {newest:,} networks. Their grammar also has sums along an axis, order statistics, masks, constant indices, einsum, assignments and unfolding. It also has modules that behave differently while they are captured, that keep hidden state or that change themselves. All {modules.get("Sly", 0):,} networks with such a module must be refused.
-- A few of these seeds are missing, because the search itself failed there: it confused the batch axis with another one when it unfolded. That is fixed.
+- Seeds from {STRICTER:,} on ran after the second change: {between(STRICTER, CURRENT):,} networks. Their grammar also has sums along an axis, order statistics, masks, constant indices, einsum, assignments and unfolding. It also has modules that behave differently while they are captured, that keep hidden state or that change themselves. All {modules.get("Sly", 0):,} networks with such a module must be refused.
+- Seeds from {CURRENT:,} on ran under the rules of today, which also bound products of activations: {between(CURRENT, math.inf):,} networks. {modules.get("Multiplied", 0):,} of them multiply or divide activations: gates, attention, powers, quotients, einsum of two activations. Three networks of four have a domain, and Jacobians are searched inside it. More of these networks are refused, because a range is not known or above the largest float64.
+- A few seeds of the second kind are missing, because the search itself failed there: it confused the batch axis with another one when it unfolded. That is fixed.
 
 {claims(total)}
 

@@ -160,7 +160,12 @@ class Laurent:
         return number if same else None
 
     def symbol(self, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-        """Evaluate the symbol at frequencies ``(P, D)``: ``(P, rows, columns)``, an estimate."""
+        """Evaluate the symbol at frequencies ``(P, D)``: ``(P, rows, columns)``, an estimate.
+
+        A symbol that is constant has P = 1, and may have a real type.
+        """
+        if self.at_one_place:
+            return self.taps.reshape(1, self.rows, self.columns).to(dtype)
         places = positions(self.taps.shape[2:]) + torch.tensor(self.first, dtype=torch.int64)
         angles = frequencies @ places.to(frequencies).mT
         flat = self.taps.reshape(self.rows * self.columns, -1).mT.to(dtype.to_real())

@@ -237,8 +237,17 @@ class Peaks:
 
 
 def smoothly(powers: int) -> Largest:
-    """Return a smooth function that is at least as large."""
-    return lambda matrices: LogSchatten.apply(matrices, powers)
+    """Return a smooth function that is at least as large: log Σ tr(G^q) / q, q = 2^powers."""
+
+    def largest(matrices: Tensor) -> Tensor:
+        if len(matrices) > 1:  # squaring is faster than a batch of eigenvalue problems
+            return LogSchatten.apply(matrices, powers)
+        if not bool(matrices.detach().abs().sum().isfinite()):
+            return torch.full((), math.nan, dtype=torch.float64)  # eigvalsh would raise an error
+        values = torch.linalg.eigvalsh(matrices[0]).double().clamp_min(1e-280)
+        return (2**powers * values.log()).logsumexp(0) / 2**powers
+
+    return largest
 
 
 def _diagonals(matrices: Tensor) -> Tensor:
@@ -331,7 +340,7 @@ def optimised(
     dense = not any(stage.dims for stage in stages) and max(s.rows for s in stages) <= SMALL
     depth = sum(len(stage.activations) for stage in stages)
     steps = steps or (DENSE if dense else max(STEPS, EACH * depth))
-    found.dtype = torch.complex128 if dense else found.dtype
+    found.dtype = torch.float64 if dense else found.dtype
     optimizer = torch.optim.Adam(parameters, 0.08, betas=(0.9, 0.999 if dense else 0.99))
     last_rate, last_power = (3e-4, 14) if dense else (1e-3, 9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, last_rate)
