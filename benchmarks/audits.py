@@ -22,8 +22,9 @@ from torch import nn
 from lipbound import audit
 from lipbound.cli.arguments import domain_of
 from lipbound.cli.models import fill, own_model
-from lipbound.files import append, provenance, read, read_weights
+from lipbound.files import append, provenance, read
 from lipbound.network.audits import EFFORTS, Audit
+from lipbound.weights import read_weights
 
 TORCHVISION = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",

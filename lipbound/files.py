@@ -1,7 +1,6 @@
-"""Atomic writes, records with one JSON object per line, and safe loading of weights.
+"""Atomic writes, and records with one JSON object per line.
 
-A file is written completely or not at all, even if the process is killed. Loading weights runs no
-code: they are read from safetensors, or from PyTorch files with ``weights_only``.
+A file is written completely or not at all, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -11,19 +10,15 @@ import glob
 import json
 import os
 import platform
-import re
 import shutil
 import threading
 import unicodedata
-import warnings
-import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 def write(path: Path, content: bytes) -> None:
@@ -133,27 +128,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{str(path)!r} does not hold a JSON object; remove it")
     return found
-
-
-SAFE = {".safetensors"}
-PICKLED = {".pt", ".pth", ".bin", ".ckpt"}
-
-
-def check_file(path: Path) -> None:
-    """Check that the file exists.
-
-    Raises:
-        ValueError: If it does not exist, or is a folder.
-    """
-    if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir() if p.suffix in SAFE | PICKLED)
-        raise ValueError(
-            f"{str(path)!r} is a folder; name a weights file"
-            + (f" in it: {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}" if inside
-               else f" instead; this folder holds none ({', '.join(sorted(SAFE | PICKLED))})")
-        )  # fmt: skip
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
 
 
 def check_writable(*paths: Path | None) -> None:
@@ -273,100 +247,3 @@ def printable(text: str) -> str:
         c.encode("unicode_escape").decode() if unicodedata.category(c) in hidden else c
         for c in text
     )
-
-
-ROOM, MOST = 1 << 28, 16  # tensors may take ROOM bytes, or MOST times the file's size
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file by name, also from a nested ``state_dict`` or ``model``.
-
-    Raises:
-        ValueError: If the file cannot be read. The message gives the reason.
-    """
-    check_file(path)
-    if path.stat().st_size == 0:
-        raise ValueError(f"{str(path)!r} is empty")
-    if path.suffix in SAFE:
-        content: Any = _safetensors(path)
-    elif path.suffix in PICKLED:
-        content = _pickled(path)
-    else:
-        known = ", ".join(sorted(SAFE | PICKLED))
-        raise ValueError(f"cannot read {str(path)!r}; supported formats are {known}")
-    tensors = _tensors(content)
-    if not tensors:
-        raise ValueError(f"{str(path)!r} holds no tensors")
-    # A few bytes can describe a tensor of any size whose entries share memory.
-    claimed = sum(t.numel() * t.element_size() for t in tensors.values())
-    if claimed > max(ROOM, MOST * path.stat().st_size):
-        raise ValueError(
-            f"{str(path)!r} has {path.stat().st_size:,} bytes, but its tensors claim {claimed:,}; "
-            f"save them with .contiguous()"
-        )
-    return tensors
-
-
-def _pickled(path: Path) -> Any:
-    """Load a PyTorch file without running code from it.
-
-    Raises:
-        ValueError: If it holds objects other than weights, or is damaged.
-    """
-    import torch
-
-    try:
-        _refuse_bomb(path)
-        with warnings.catch_warnings(action="ignore"):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except _Bomb:
-        raise
-    except Exception as error:  # a damaged file may raise any exception
-        named = re.search(r"GLOBAL \S+", str(error))  # the object it refers to
-        first = shorten(str(error).strip().partition("\n")[0], 120, placeholder=" ...")
-        said = named[0] if named else f"{type(error).__name__} {first}".strip()
-        raise ValueError(
-            f"{str(path)!r} holds objects other than weights, or is damaged ({said}); none of "
-            f"its code was run. Save model.state_dict(), preferably as safetensors"
-        ) from None
-
-
-class _Bomb(ValueError):
-    """Raised for an archive that is larger when unpacked."""
-
-
-def _refuse_bomb(path: Path) -> None:
-    """Raise :class:`_Bomb` for a compressed archive; PyTorch does not compress its files."""
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        size = sum(member.file_size for member in archive.infolist())
-    if size > path.stat().st_size:
-        raise _Bomb(
-            f"{str(path)!r} has {path.stat().st_size:,} bytes and unpacks to {size:,}; PyTorch "
-            f"does not compress its files, so it is refused. Save it again with torch.save"
-        )
-
-
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise ValueError("reading safetensors needs: pip install 'lipbound[cli]'") from None
-    try:
-        return load_file(path)
-    except Exception as error:
-        raise ValueError(f"{str(path)!r} is not a complete safetensors file: {error}") from None
-
-
-def _tensors(content: Any) -> dict[str, Tensor]:
-    from torch import Tensor
-
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if isinstance(content, Tensor):
-        return {"weight": content}
-    if not isinstance(content, Mapping):
-        return {}
-    return {str(name): t for name, t in content.items() if isinstance(t, Tensor)}

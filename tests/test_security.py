@@ -17,7 +17,7 @@ import torch
 from helpers import blobs, chosen, run, write_cifar
 
 import lipbound
-from lipbound.files import printable, read_weights
+from lipbound.files import printable
 from lipbound.network.audits import audit_weights
 from lipbound.report.page import page
 from lipbound.report.terminal import audit_table, speed_table
@@ -28,6 +28,7 @@ from lipbound.robust.training import checkpoints
 from lipbound.robust.training.loop import train
 from lipbound.robust.training.run_folder import RunFolder
 from lipbound.robust.training.trained import load_trained
+from lipbound.weights import read_weights
 
 SOURCES = sorted(Path(lipbound.__file__).parent.rglob("*.py"))
 FORBIDDEN = {

@@ -114,7 +114,7 @@ def _file(kernel: Tensor) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"
         save_file({"conv.weight": kernel.detach().clone().contiguous()}, path)
-        from lipbound.files import read_weights
+        from lipbound.weights import read_weights
 
         return audit_weights(read_weights(path)).layers[0].bracket.upper
 

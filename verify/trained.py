@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lipbound import bound, brackets
 from lipbound.bounds.rounding import shorter_side_first
-from lipbound.files import read_weights
 from lipbound.symbols import widening
+from lipbound.weights import read_weights
 
 SAMPLES = 48
 

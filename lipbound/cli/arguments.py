@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lipbound.files import PICKLED, SAFE, check_file
+from lipbound.weights import check_file, is_weights
 
 DATA = Annotated[str | None, typer.Option(help="Data set. Default: the one of the training run.")]
 DEVICE = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
@@ -33,7 +33,7 @@ PLOT = Annotated[Path | None, typer.Option(help="Draw a figure to this .svg or .
 def check_source(source: str) -> None:
     """Check that a named file exists, before the slow import of PyTorch that reads it."""
     path = Path(source)
-    if path.suffix in SAFE | PICKLED:
+    if is_weights(path):
         check_file(path)
 
 

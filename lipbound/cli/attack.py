@@ -73,7 +73,8 @@ def attack(
     plot: PLOT = None,
 ) -> None:
     """Measure accuracy under attack, and warn if an attack looks too weak to be trusted."""
-    from lipbound.files import append, check_file, check_writable
+    from lipbound.files import append, check_writable
+    from lipbound.weights import check_file
 
     if not checkpoint.is_dir():  # a folder means all networks of the run
         check_file(checkpoint)

@@ -28,16 +28,24 @@ def audit(
     source: Annotated[
         str,
         typer.Argument(
-            help="What to audit: 'demo', a weights file (.safetensors, .pt), or the name of a "
-            "model with random weights: resnet20, resnet56, wrn-28-10, torchvision:NAME, timm:NAME."
+            help="What to audit: 'demo', a weights file (.safetensors, .pt, ...), or a model: "
+            "resnet20, torchvision:NAME, timm:NAME, package.module:FACTORY, file.py:FACTORY."
         ),
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Architecture of the weights file: a model's name or module:factory."),
+        typer.Option(
+            help="Architecture of the weights file: a model's name, package.module:FACTORY or "
+            "path/to/file.py:FACTORY."
+        ),
     ] = None,
     input_shape: Annotated[
-        str | None, typer.Option("--input", help="Shape of one input, for example 3,32,32.")
+        str | None,
+        typer.Option(
+            "--input",
+            help="Shape of one input, for example 3,32,32. Default: a usual shape that the "
+            "network takes.",
+        ),
     ] = None,
     rtol: Annotated[
         float, typer.Option(help="Relative width of each layer's certified interval.")
@@ -99,7 +107,7 @@ def audit(
     from lipbound.report.terminal import audit_json, audit_table, echo
     from lipbound.runtime import pick_device
 
-    network, shape, name = network_or_weights(source, model)
+    network, shape, name = network_or_weights(source, model, _say)
     alone = isinstance(network, dict)  # kernels without an architecture
     geometry = {"stride": stride, "dilation": dilation, "groups": groups}
     how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
@@ -131,7 +139,11 @@ def audit(
 
         write(html, page(found, name, bar).encode())
         typer.echo(f"wrote {html}", err=True)
-    _judge(max(r.bracket.upper for r in found.layers) if alone else found.upper, fail_above)
+    _judge(max(r.bracket.upper for r in found.layers) if alone else found.upper, fail_above, found)
+
+
+def _say(line: str) -> None:
+    typer.echo(f"lipbound: {line}", err=True)
 
 
 def _audit_network(
@@ -140,23 +152,28 @@ def _audit_network(
     import torch
 
     from lipbound import audit
+    from lipbound.cli.models import guessed_shape
     from lipbound.modules import check_takes
     from lipbound.runtime import pick_device
 
     if device is not None:
         network = network.to(pick_device(device))
-    if shape is not None:  # checked first, because the layers can take minutes
+    if shape is None:
+        shape = guessed_shape(network)
+        _say(f"assumed --input {','.join(map(str, shape))}, which the network takes")
+    else:  # checked first, because the layers can take minutes
         like = next(network.parameters(), torch.zeros(()))
         check_takes(network, like.new_zeros((1, *shape)))
     return audit(network, shape, **how)
 
 
-def _judge(worst: float, limit: float | None) -> None:
-    """Exit with code 1 if the bound is above the limit."""
-    if limit is None or worst <= limit:
+def _judge(worst: float, limit: float | None, found: Audit) -> None:
+    """Exit with code 1 if the bound is above the limit, or if there is none."""
+    if worst == float("inf") and found.log10_upper == worst:
+        also = "" if limit is None else f", so --fail-above {limit:g} fails"
+        _say(f"there is no bound of the whole network{also}")
+    elif limit is not None and worst > limit:
+        _say(f"the bound {worst:.6g} is above {limit:g}")
+    else:
         return
-    said = f"the bound {worst:.6g} is above {limit:g}"
-    if worst == float("inf"):
-        said = f"there is no bound, so --fail-above {limit:g} fails"
-    typer.echo(f"lipbound: {said}", err=True)
     raise typer.Exit(1)

@@ -67,7 +67,8 @@ def certify(
     ] = None,
 ) -> None:
     """Prove which test images keep their class within a radius, and attack some for comparison."""
-    from lipbound.files import append, check_file, check_writable, write
+    from lipbound.files import append, check_writable, write
+    from lipbound.weights import check_file
 
     if not checkpoint.is_dir():
         check_file(checkpoint)

@@ -1,52 +1,103 @@
 """Load the model, or the weights without a model, that the command line names.
 
-Only ``--model package.module:factory`` runs code from outside this package: the user's factory.
+Only ``--model`` with a factory runs code from outside this package: the user's own.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lipbound.files import PICKLED, SAFE, read_weights
+from lipbound.modules import check_takes
 from lipbound.robust.models import MODELS, digits
 from lipbound.robust.training import checkpoints
 from lipbound.robust.training.trained import load_trained
+from lipbound.weights import SAFE, Say, is_weights, parametrized, read_weights, silent
+
+LIBRARIES = {"torchvision": "torchvision.models", "timm": "timm"}
+WRAPPERS = re.compile(
+    r"(?<![^.])(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""Parts of names that wrappers add: DataParallel, torch.compile, FSDP and checkpointing."""
+COUNTERS = ("num_batches_tracked", "n_averaged")  # buffers that no output depends on in eval mode
+SIZES = (32, 224, 28, 64, 299, 8)  # usual sizes of images, the most usual first
 
 
-def network_or_weights(source: str, model: str | None) -> tuple[Any, tuple[int, ...] | None, str]:
+def network_or_weights(
+    source: str, model: str | None, say: Say = silent
+) -> tuple[Any, tuple[int, ...] | None, str]:
     """Return the model to audit or only its weights, its usual input shape, and a title."""
-    known = digits.network() if source == "demo" else own_model(source)
-    if known is not None and model is not None:
-        raise ValueError(f"--model {model} is for a weights file, not for {source!r}; leave it out")
-    if source == "demo":
-        return known, digits.INPUT_SHAPE, "the embedded digits CNN"
-    if known is not None:
-        return known, _usual(source), f"{source}, random weights"
     path = Path(source)
-    if path.suffix not in SAFE | PICKLED and not path.exists():
+    if source == "demo" or not (is_weights(path) or path.exists()):
+        if model is not None:
+            raise ValueError(
+                f"--model {model} is for a weights file, not for {source!r}; leave it out"
+            )
+        if source == "demo":
+            return digits.network(), digits.INPUT_SHAPE, "the embedded digits CNN"
+        network = named_model(source, "cannot audit", "'demo', a weights file, ")
+        return network, _usual(source, network), f"{source}, weights as initialised"
+    if model is not None:
+        network = fill(named_model(model, "--model"), read_weights(path, say), say)
+        return network, _usual(model, network), f"{model}, {path.name}"
+    known = trained(path)
+    if known is not None:
+        return known
+    weights = read_weights(path, say)
+    computed = parametrized(weights)
+    if computed:
         raise ValueError(
-            f"cannot audit {source!r}: it is neither a weights file nor a known model; use 'demo', "
-            f"a .safetensors or .pt file (give its architecture with --model module:factory), "
-            f"resnet20, torchvision:NAME or timm:NAME"
+            f"{source!r} holds {computed!r}, from which the model computes a weight, so its "
+            f"layers cannot be bounded without it; give the architecture with --model"
         )
-    if model is None:
-        return trained(path) or (read_weights(path), None, path.name)
-    network = own_model(model)
-    network = factory(model) if network is None else network
-    filled = fill(network, read_weights(path))
-    return filled, _usual(model), f"{model}, {path.name}"
+    return weights, None, path.name
 
 
-def _usual(name: str) -> tuple[int, ...] | None:
-    if ":" not in name:
+def _usual(name: str, network: nn.Module) -> tuple[int, ...] | None:
+    """Return the input shape of a named model: of this package, torchvision or timm."""
+    if name in MODELS:
         return (3, 32, 32)
-    return (3, 224, 224) if name.startswith(("torchvision:", "timm:")) else None
+    if name.partition(":")[0] not in LIBRARIES:
+        return None
+    return tuple(getattr(network, "default_cfg", {}).get("input_size", (3, 224, 224)))
+
+
+def guessed_shape(network: nn.Module) -> tuple[int, ...]:
+    """Find an input shape that the network takes, from its first layer.
+
+    Raises:
+        ValueError: If it takes none of the usual ones.
+    """
+    layers = (m for m in network.modules() if isinstance(getattr(m, "weight", None), Tensor))
+    first = next(layers, None)
+    shapes: list[tuple[int, ...]] = []
+    if isinstance(first, nn.Linear):
+        shapes = [(first.in_features,)]
+    elif isinstance(first, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        axes = len(first.kernel_size)
+        shapes = [(first.in_channels, *[size] * axes) for size in (SIZES if axes < 3 else (16, 32))]
+    for shape in shapes:
+        like = next(network.parameters(), torch.zeros(()))
+        try:
+            check_takes(network, like.new_zeros((1, *shape)))
+        except ValueError:
+            continue
+        return shape
+    tried = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    raise ValueError(
+        "the shape of one input is needed, for example --input 3,32,32"
+        + (f"; {type(network).__name__} does not take {tried}" if tried else "")
+    )
 
 
 def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:
@@ -59,17 +110,34 @@ def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:
     return found.model, found.input_shape, title
 
 
+def named_model(name: str, option: str, also: str = "") -> nn.Module:
+    """Return a model by name, or call the factory ``module:factory`` or ``file.py:factory``.
+
+    Args:
+        name: What the user wrote.
+        option: How an error begins.
+        also: What else the user may write, for an error.
+    """
+    known = own_model(name)
+    if known is not None:
+        return known
+    if ":" in name:
+        return factory(name)
+    raise ValueError(
+        f"{option} {name!r}: there is no such model; give {also}torchvision:NAME, timm:NAME, "
+        f"package.module:FACTORY, path/to/file.py:FACTORY, or one of {', '.join(MODELS)}"
+    )
+
+
 def own_model(name: str) -> nn.Module | None:
     """Return a network of lipbound, torchvision or timm by name; ``None`` for other names."""
     if name in MODELS:
         return MODELS[name]()
     library, _, kind = name.partition(":")
-    if library not in ("torchvision", "timm") or not kind:
+    if library not in LIBRARIES or not kind:
         return None
     try:
-        package = importlib.import_module(
-            "torchvision.models" if library == "torchvision" else library
-        )
+        package = importlib.import_module(LIBRARIES[library])
     except Exception as error:
         raise ValueError(f"cannot import {library} ({error}); install it first") from None
     try:
@@ -81,39 +149,119 @@ def own_model(name: str) -> nn.Module | None:
 
 
 def factory(path: str) -> nn.Module:
-    """Import ``package.module:factory``, also from the current folder, and call the factory."""
-    module, colon, name = path.partition(":")
-    if not colon or not module or not name or module.endswith(".py"):
-        like = f"; write {module[:-3]}:{name}" if module.endswith(".py") and name else ""
-        raise ValueError(f"--model {path!r} is not of the form package.module:factory{like}")
-    sys.path.insert(0, str(Path.cwd()))
+    """Import ``package.module:factory`` or ``path/to/file.py:factory``, and call the factory."""
+    place, colon, name = path.rpartition(":")
+    if not colon or not place or not name:
+        raise ValueError(
+            f"--model {path!r} is not of the form package.module:FACTORY or path/to/file.py:FACTORY"
+        )
     try:
-        model = getattr(importlib.import_module(module), name)()
+        with _importable(Path(place).resolve().parent if place.endswith(".py") else Path.cwd()):
+            module = _from_file(place) if place.endswith(".py") else importlib.import_module(place)
+            model = getattr(module, name)()
     except (Exception, SystemExit) as error:
         raise ValueError(f"--model {path!r}: {type(error).__name__}: {error}") from None
-    finally:
-        sys.path.pop(0)
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model {path!r} returned a {type(model).__name__}, not an nn.Module")
     return model
 
 
-def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Load the weights into the model; names and shapes must all match."""
-    stripped = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+def _from_file(place: str) -> ModuleType:
+    if not Path(place).is_file():
+        raise FileNotFoundError(f"there is no file {place!r}")
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let modules of a folder be imported."""
+    sys.path.insert(0, str(folder))
     try:
-        missing, unexpected = model.load_state_dict(stripped, strict=False)
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-        raise ValueError(
-            f"the weights do not fit {type(model).__name__}: {lines[1].strip()}"
-        ) from None
-    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
-    for kind, names in (("lack", missing), ("have, but the model lacks,", unexpected)):
-        if names:
-            shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def fill(model: nn.Module, weights: Mapping[str, Tensor], say: Say = silent) -> nn.Module:
+    """Load the weights into the model; all names and shapes must match, but for a common prefix.
+
+    Raises:
+        ValueError: If they do not fit. The message shows names of both sides.
+    """
+    wanted = {name: t for name, t in model.state_dict().items() if not name.endswith(COUNTERS)}
+    fitting = _renamed(wanted, weights, say)
+    kind = type(model).__name__
+    for name, tensor in wanted.items():
+        if name in fitting and fitting[name].shape != tensor.shape:
+            mine, given = (tuple(t.shape) for t in (tensor, fitting[name]))
             raise ValueError(
-                f"the weights do not fit {type(model).__name__}: they {kind} {len(names)} "
-                f"tensor(s): {shown}"
+                f"the weights do not fit {kind}: {name!r} has the shape {mine} in the model and "
+                f"{given} in the file"
             )
+    lost = [name for name in wanted if name not in fitting]
+    more = [name for name in fitting if name not in model.state_dict()]
+    more = [name for name in more if not name.endswith(COUNTERS)]
+    if lost or more:
+        computed = parametrized(fitting)
+        if computed and not parametrized(wanted):
+            raise ValueError(
+                f"the weights do not fit {kind}: the file holds {computed!r}, so its model has "
+                f"parametrizations; apply the same ones in the factory, for example "
+                f"lipbound.constrain(model)"
+            )
+        needs = f"the model needs {_some(lost)}" if lost else "the model has all it needs"
+        raise ValueError(
+            f"the weights do not fit {kind}: {needs}; "
+            + (f"the file has {_some(more)} instead" if more else "the file has nothing else")
+        )
+    own = model.state_dict()
+    model.load_state_dict({n: t for n, t in fitting.items() if n in own}, strict=False)
     return model
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:2]))
+    return shown + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _renamed(
+    wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], say: Say
+) -> dict[str, Tensor]:
+    """Remove what wrappers added to the names, and a prefix that one side has and the other not."""
+    named = {str(name): tensor for name, tensor in weights.items()}
+    if not any(WRAPPERS.search(name) for name in wanted):
+        plain = {WRAPPERS.sub("", name): tensor for name, tensor in named.items()}
+        if plain.keys() != named.keys() and len(plain) == len(named):
+            parts = sorted({part for name in named for part in WRAPPERS.findall(name)})
+            say(f"removed {', '.join(map(repr, parts))} from the names of the weights")
+            named = plain
+    if wanted.keys() <= named.keys():
+        return named
+    first = next(iter(wanted), "")
+    ends = [name for name in named if name.endswith("." + first)]
+    prefixes = sorted({name.removesuffix(first) for name in ends})
+    fitting = [p for p in prefixes if all(p + name in named for name in wanted)]
+    if len(fitting) > 1:
+        raise ValueError(
+            f"the file holds several networks that fit, under {', '.join(map(repr, fitting))}; "
+            f"save the tensors of one of them to a file of their own"
+        )
+    for prefix in fitting:
+        rest = [name for name in named if not name.startswith(prefix)]
+        left = f", and left out {len(rest)} other tensors such as {rest[0]!r}" if rest else ""
+        say(f"removed {prefix!r} from the names of the weights{left}")
+        return {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}
+    given = next((name for name in named if not name.endswith(COUNTERS)), "")
+    for whole in (name for name in wanted if name.endswith("." + given)):
+        prefix = whole.removesuffix(given)
+        longer = {prefix + name: tensor for name, tensor in named.items()}
+        if wanted.keys() <= longer.keys():
+            say(f"added {prefix!r} to the names of the weights")
+            return longer
+    return named

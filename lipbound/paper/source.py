@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lipbound.files import read_weights
 from lipbound.robust.models import digits as demo
+from lipbound.weights import read_weights
 
 Item = TypeVar("Item")
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lipbound.files import check_file
 from lipbound.robust.data import sets
 from lipbound.robust.data.image_folder import FORMATS, decoded
 from lipbound.robust.data.parsers import LARGEST
 from lipbound.robust.data.sets import Data, in_memory
+from lipbound.weights import check_file
 
 
 def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:

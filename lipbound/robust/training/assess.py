@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.files import check_file, provenance
+from lipbound.files import provenance
 from lipbound.network.audits import audit
 from lipbound.robust.attacks.evaluate import evaluate
 from lipbound.robust.attacks.plan import Plan
 from lipbound.robust.training.trained import Trained, load_trained
+from lipbound.weights import check_file
 
 
 def networks(path: Path) -> list[Trained]:
