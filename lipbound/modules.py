@@ -88,7 +88,10 @@ def check_takes(model: nn.Module, inputs: Tensor) -> None:
             model(inputs.clone())
     except Exception as error:
         shape, said = tuple(inputs.shape[1:]), first_line(error)
-        raise ValueError(f"the model does not take inputs of shape {shape}: {said}") from error
+        raise ValueError(
+            f"the model does not take inputs of shape {shape}: {said}; give the shape of one "
+            f"input, without the batch axis"
+        ) from error
 
 
 def bake(module: nn.Module, others: Container[int] = ()) -> None:

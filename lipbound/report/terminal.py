@@ -333,7 +333,8 @@ def summary(audit: Audit) -> list[str]:
     if audit.lower > 0:
         lines.append(f"lower bound, the largest Jacobian norm found: {audit.lower:.4g}")
     lines.append(
-        f"product of the layers' bounds: {audit.product:.4g} (10^{log10(audit.product):.2f})"
+        f"product of the layers' bounds, for comparison: {audit.product:.4g} "
+        f"(10^{log10(audit.product):.2f})"
     )
     return lines
 

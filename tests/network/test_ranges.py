@@ -342,7 +342,7 @@ def test_errors_are_not_multiplied():
     """softplus is only near a Lipschitz function, by a jump that a product would enlarge."""
     model = Does(lambda s, x: functional.softplus(x) * torch.sigmoid(x))
     found = audit(model, (3,), domain=(0, 1), search=0)
-    assert "activations that jump a little" in found.reason
+    assert "multiplies their errors (rounding, small jumps)" in found.reason
 
 
 def test_float32_numbers_are_within_the_range():

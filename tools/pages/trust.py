@@ -181,16 +181,16 @@ def networks() -> str:
 
     return f"""## Random networks
 
-**{total.count:,} random networks were audited, with {len(total.violations)} violations. {outcomes["bounded"]:,} got a bound and {outcomes["refused"]:,} were refused.**
+**{total.count:,} random networks were audited, with {len(total.violations)} violations. {outcomes["bounded"]:,} got a bound and {outcomes["refused"]:,} were refused, which means that the bound is infinite, with a reason.**
 
 The command is `python -m verify campaign --parts networks`. A grammar draws networks with one to three axes: convolutions with all their options, normalization, activations, pooling, resizing, padding, residual sums, concatenation, maxima, reused modules and Linear heads, in float32, float64 and bfloat16. A third of the networks have positive weights, so that the largest directions of the layers meet. All methods are used in turn.
 
-The bound is compared with the largest norm of a dense float64 Jacobian (at random points of many scales, then by ascent from the best point) or with the largest difference quotient. A refusal is counted. An error is a violation. A margin between −1e-12 and 0 is the rounding of the Jacobian; for the smallest such margin, of a BatchNorm that is used three times, a test computes the true value exactly.
+The bound is compared with the largest norm of a dense float64 Jacobian (at random points of many scales, then by ascent from the best point) or with the largest difference quotient. A refusal is counted. An error is a violation. A margin between −1e-12 and 0 is the rounding of the Jacobian; for the smallest such margin, of a BatchNorm that is used three times, a test computes the true value exactly, and it is below the bound.
 
-The rules were made stricter twice, because of [faults that people found](#what-people-found):
+The rules changed three times, twice because of [faults that people found](#what-people-found). Only the last {between(CURRENT, math.inf):,} networks ran under the rules of today:
 
 - Seeds below 10,000,000 ran before the first change. From there on the grammar also has products from either side, broadcast numbers, and arguments that are activations.
-- Seeds from {STRICTER:,} on ran after the second change: {between(STRICTER, CURRENT):,} networks. Their grammar also has sums along an axis, order statistics, masks, constant indices, einsum, assignments and unfolding. It also has modules that behave differently while they are captured, that keep hidden state or that change themselves. All {modules.get("Sly", 0):,} networks with such a module must be refused.
+- Seeds from {STRICTER:,} to {CURRENT - 1:,} ran after the second change: {between(STRICTER, CURRENT):,} networks. Their grammar also has sums along an axis, order statistics, masks, constant indices, einsum, assignments and unfolding. It also has modules that behave differently while they are captured, that keep hidden state or that change themselves. All {modules.get("Sly", 0):,} networks with such a module were refused, as they must be.
 - Seeds from {CURRENT:,} on ran under the rules of today, which also bound products of activations: {between(CURRENT, math.inf):,} networks. {modules.get("Multiplied", 0):,} of them multiply or divide activations: gates, attention, powers, quotients, einsum of two activations. Three networks of four have a domain, and Jacobians are searched inside it. More of these networks are refused, because a range is not known or above the largest float64.
 - A few seeds of the second kind are missing, because the search itself failed there: it confused the batch axis with another one when it unfolded. That is fixed.
 

@@ -80,7 +80,10 @@ def exact(value: Value) -> Value:
         Unbounded: If it has an error, which a product would multiply.
     """
     if np.any(value.error):
-        raise Unbounded("a product of activations that jump a little has no rule")
+        raise Unbounded(
+            "a product of activations multiplies their errors (rounding, small jumps), which "
+            "is not bounded yet"
+        )
     return value
 
 

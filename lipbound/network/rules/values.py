@@ -287,7 +287,8 @@ class Step:
         if found is None:
             raise Unbounded(
                 f"the range of {place.name} is not known, so there is no global Lipschitz "
-                f"constant; give the range of the inputs: domain=(0, 1), or --domain 0,1"
+                f"constant; give the smallest and the largest number of your inputs, for "
+                f"example domain=(0, 1), or --domain 0,1"
             )
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, get_type_hints
 
 from lipbound.registry import unknown
@@ -267,6 +268,9 @@ def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) 
     meant = preset if preset in PRESETS else own
     if arm in PAPER_ARMS and meant in PRESETS and meant.startswith("certified-"):
         raise ValueError(f"preset {preset!r} is for the arm 'certified'; add --arm certified")
+    if arm == "certified" and preset is not None and not preset.startswith("certified-"):
+        presets = [name.removeprefix("certified-") for name in PRESETS if "certified-" in name]
+        raise unknown("preset of the arm 'certified'", preset, presets)
     for kind, name, table in (("arm", arm, ARMS), ("preset", preset, PRESETS)):
         if name is not None and name not in table:
             raise unknown(kind, name, table)
@@ -292,8 +296,8 @@ def parse(text: str) -> tuple[str, Any]:
     """Parse ``name=value``, and convert the value to the setting's type.
 
     Example:
-        >>> parse("milestones=30,60"), parse("compile=no")
-        (('milestones', (30, 60)), ('compile', False))
+        >>> parse("milestones=30,60"), parse("compile=no"), parse("margin=51/255")
+        (('milestones', (30, 60)), ('compile', False), ('margin', 0.2))
     """
     name, equals, value = text.partition("=")
     kinds = get_type_hints(Settings)
@@ -305,11 +309,13 @@ def parse(text: str) -> tuple[str, Any]:
     try:
         if kind is bool:
             return name, {"yes": True, "true": True, "no": False, "false": False}[value.lower()]
+        if kind is float and "/" in value:
+            return name, float(Fraction(value))
         if kind in (int, float, str):
             return name, kind(value)
         return name, tuple(int(part) for part in value.split(",") if part)
-    except (ValueError, KeyError):
-        names = {bool: "bool (yes or no)", int: "int", float: "float", str: "str"}
+    except (ValueError, KeyError, ZeroDivisionError):
+        names = {bool: "bool (yes or no)", int: "int", float: "float (0.25 or 36/255)", str: "str"}
         shown = names.get(kind, "integers (a,b,c)")
         raise ValueError(f"--set {text!r}: {value!r} is not of type {shown}") from None
 

@@ -105,7 +105,8 @@ def load_trained(path: Path) -> Trained:
         weights, about = checkpoints.load(path)
     except ValueError as error:
         raise ValueError(
-            f"{error}; use an intact best.safetensors or final.safetensors of lipbound train"
+            f"{error}; use an intact best.safetensors or final.safetensors of lipbound train; "
+            f"for a network of your own, call lipbound.audit and lipbound.certify in Python"
         ) from None
     if "classes" not in about:
         raise ValueError(f"{str(path)!r} is a checkpoint; use best or final.safetensors")
