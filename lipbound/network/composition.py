@@ -9,13 +9,14 @@ from typing import Any
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.bounds.rounding import products_above
+from lipbound.network.capture_check import COMPARED
 from lipbound.network.findings import Audit, StepReport, joined
 from lipbound.network.floors import floor
 from lipbound.network.graph import Call, Graph
 from lipbound.network.lipsdp.cover import NotPositive
 from lipbound.network.lipsdp.gains import Gain, gain
 from lipbound.network.lipsdp.reading import runs
-from lipbound.network.rules import Options, Value, follow
+from lipbound.network.rules import RULES, Options, Value, follow
 from lipbound.network.rules.ranges import Ranges
 from lipbound.network.rules.values import root_sum_of_errors, up
 from lipbound.runtime import OutOfTime, Progress, silent
@@ -77,6 +78,9 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
     reason = next((v.why for v in outputs if v.lipschitz == math.inf), "")
     if total == math.inf and not reason:
         reason = TOO_LARGE
+    ignored = _ignored(graph, values) if not reason or reason == TOO_LARGE else ""
+    if ignored:
+        total, reason = math.inf, ignored
     notes = [*options.notes]
     if graph.left_out:
         notes.append(f"{len(graph.left_out)} integer output(s) are not included in the bound")
@@ -94,6 +98,27 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
     if options.effort != "high":
         return audit
     return _tightened(graph, audit, values, options, progress)
+
+
+HARMLESS = {*COMPARED, "getitem", "aten._assert_tensor_metadata"}
+"""Operations without a rule that do not fail for any value."""
+
+
+def _ignored(graph: Graph, values: dict[str, Any]) -> str:
+    """Describe an operation that may fail and whose values are ignored; empty if there is none.
+
+    The network could catch the failure and compute something else.
+    """
+    floating = {call.name: call.floating for call in graph.calls}
+    for call in graph.calls:
+        whole = all(floating.get(name, True) for name in call.references())
+        safe = call.op in HARMLESS or (call.op in RULES and whole)
+        if not safe and _largest(values[call.name]) == math.inf:
+            return (
+                f"it runs {call.op}, which may fail for some inputs, and ignores its values "
+                f"({', '.join(part for part in (call.module, call.source) if part)})"
+            )
+    return ""
 
 
 def _alone(value: Any) -> Any:

@@ -198,6 +198,36 @@ def test_a_forward_that_draws_is_refused():
     assert "behaves differently when it runs than when torch.export captures it" in found.reason
 
 
+def hidden(ignore):
+    """An operation that fails for large inputs; only the shape of its result is used."""
+
+    def forward(m, x):
+        table = torch.ones(5, 1)
+        try:
+            added = ignore(x, table, (x[:, 0] * 1e-3).abs().long())
+        except Exception:
+            return 100 * x
+        return x * m.scale + added
+
+    return forward
+
+
+IGNORED = {
+    "zeros_like": hidden(lambda x, table, i: torch.zeros_like(F.embedding(i, table))),
+    "new_ones": hidden(lambda x, table, i: table.index_select(0, i).new_ones(1, 1)),
+    "fill": hidden(lambda x, table, i: table.gather(0, i[:, None]).fill_(0.0)),
+    "copy": hidden(lambda x, table, i: table.gather(0, i[:, None]).copy_(table[:1])),
+    "loss": hidden(lambda x, table, i: torch.zeros_like(F.nll_loss(x, i))),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_failure_behind_a_result_that_ignores_it_is_refused(name):
+    found = audit(Forward(IGNORED[name]), (3,), search=0)
+    assert found.upper == math.inf
+    assert "may fail" in found.reason
+
+
 class Keeping(nn.Module):
     """Keeps its last activation for others to look at, which changes nothing."""
 

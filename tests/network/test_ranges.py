@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
@@ -184,6 +185,12 @@ ATTACKED = {
     ),
     "a product taken off": (lambda s, x: x - x * x, (3,), (-1.0, 1.0)),
     "gates taken off": (lambda s, x: x - torch.sigmoid(x) * torch.tanh(x), (3,), None),
+    "a subnormal scale": (
+        lambda s, x: functional.scaled_dot_product_attention(
+            x[..., None] * 1e224, x[..., None] * 1e100,
+            x[..., None] * 1e-3 + number(1e5, -1e5)[:, None], scale=5e-324,
+        ), (2,), (-1.0, 1.0),
+    ),
     "a vector divided": (lambda s, x: number(1.0, -2.0, 3.0) / (x + 2), (3,), (-1.0, 1.0)),
 }  # fmt: skip
 
@@ -257,6 +264,49 @@ def test_attacks_on_the_ranges_stay_mended(name):
     points = [drawn(shape, domain, seed) for seed in range(30)]
     most = max(float(norms_by_rows(lambda x: model(x).flatten(1), x)) for x in points)
     assert most <= found.upper * (1 + 1e-9)
+
+
+UNDERFLOW = {  # of a power or a norm, then multiplied by a large number
+    "power 10": (lambda s, x: x**10 * 1e300, (1,), 1.24e-36),
+    "power 2000": (lambda s, x: x**2000 * 1e300, (1,), 0.6888),
+    "outer": (lambda s, x: ((x * 1e300)[:, :, None] * x[:, None, :]) * 1e10, (2,), 5e-324),
+}
+
+
+@pytest.mark.parametrize("name", UNDERFLOW)
+def test_slopes_do_not_underflow(name):
+    does, shape, high = UNDERFLOW[name]
+    found = audit(Does(does).double().eval(), shape, domain=(0, high), search=0)
+    with localcontext(prec=50, Emin=-9999):
+        edge, large = Decimal(high), Decimal("1e300")
+        if name == "outer":
+            truth = 2 * Decimal(2).sqrt() * edge * large * Decimal(10) ** 10
+        else:
+            power = int(name.split()[1])
+            truth = power * edge ** (power - 1) * large
+        assert truth <= Decimal(found.upper) < Decimal("Infinity")
+
+
+AFFINE = {
+    "addmm": lambda s, x: torch.addmm(s.a.bias, x, s.a.weight.t(), beta=0.5, alpha=-2.0),
+    "baddbmm": lambda s, x: torch.baddbmm(
+        s.a.bias.expand(1, 1, 4), x[None], s.a.weight.t()[None], alpha=-3.0
+    )[0],
+    "matmul, constant left": lambda s, x: (s.a.weight @ x[..., None])[..., 0],
+    "mm, constant left": lambda s, x: torch.mm(s.a.weight, x.t()).t(),
+    "bmm, constant left": lambda s, x: torch.bmm(s.a.weight[None], x[..., None])[..., 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_ranges_of_affine_maps_hold(name):
+    torch.manual_seed(4)
+    model = Does(lambda s, x: AFFINE[name](s, x).square(), a=nn.Linear(5, 4)).double()
+    check_ranges(model, (5,), (-1.0, 2.0))
+    found = audit(model, (5,), domain=(-1, 2), search=0)
+    points = [drawn((5,), (-1.0, 2.0), seed) for seed in range(20)]
+    most = max(float(norms_by_rows(model, x)) for x in points)
+    assert most <= found.upper < 20 * most, found.reason
 
 
 def test_a_pole_at_the_edge_of_the_largest_numbers_is_refused():

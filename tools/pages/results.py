@@ -92,6 +92,7 @@ The certified bracket is within {100 * (whole["bracket"]["most"] - 1):.1f} % of 
         trained(),
         *(reproduced(name, folder) for name in ("table1", "fig1", "fig2")),
         audits(),
+        published(),
     ]
     return "\n".join(parts)
 
@@ -173,6 +174,40 @@ The command is `python -m benchmarks.audits resnet20=WEIGHTS ... --out FILE [--e
 `python -m benchmarks.audits --zoo --device cuda --out FILE` audits {len(zoo)} networks of torchvision and timm with their initial weights, in {min(r["seconds"] for r in zoo):.0f} to {max(r["seconds"] for r in zoo):.0f} s each ({zoo[0]["device"]}). {len(zoo) - len(refused)} got a bound. The other {len(refused)} multiply activations. With [ranges](../guides/audit.md#products-of-activations), {sum(r["log10_upper"] is not None for r in ranged)} of these {len(refused)} get one too, for every input or for inputs in [{low:g}, {high:g}], about the range of normalized ImageNet pixels. The table shows them, as powers of ten again. Such bounds prove that a constant exists, and no more. The last layer of ViT starts with zeros, so its constant is 0; rounding is all that its bound contains. (`--domain={low:g},{high:g}`, {ranged[0]["device"]}, one core of a busy machine, torch {ranged[0]["torch"]}.)
 
 {table(["network", "bound", "holds for", "time"], products)}
+"""
+
+
+def published() -> str:
+    found = sorted(lines("published"), key=lambda r: (r["width"], r["layers"]))
+    methods = ("ECLipsE-Fast", "ECLipsE", "LipSDP", "audit")
+
+    def shown(run: dict, method: str) -> str:
+        one = run[method]
+        if one is None:
+            return "too large"
+        return f"{one['bound'] / run['product']:.3g}, {one['seconds']:.2g} s"
+
+    rows = [
+        [f"{r['layers']} × {r['width']}", *(shown(r, method) for method in methods),
+         f"{r['floor'] / r['product']:.3g}"]
+        for r in found
+    ]  # fmt: skip
+    ratios = [r["ECLipsE"]["bound"] / r["audit"]["bound"] for r in found]
+    solved = [r["audit"]["bound"] / r["LipSDP"]["bound"] - 1 for r in found if r["LipSDP"]]
+    same = all(r["ECLipsE"]["bound"] == r["ECLipsE-Fast"]["bound"] for r in found)
+    assert same
+    return f"""## Networks of another paper
+
+On random dense networks of the ECLipsE paper (Xu and Sivaranjani 2024), `effort="high"` proves bounds that are {min(ratios):.1f} to {max(ratios):,.0f} times smaller than those of the authors' tool, and takes longer. It is within {100 * max(solved):.1f} % of the optimum of LipSDP (Fazlyab et al. 2019) where an interior-point solver could find that.
+
+The networks are the paper's: its seeds define the weights. L × W is a network with L layers of width W, 4 inputs and 1 output. All bounds are divided by the product of the layers' norms. The times are of one core of a busy machine ({found[0]["device"]}). ECLipsE is the authors' package `eclipse-nn` {found[0]["eclipse_nn"]}; on all these networks its semidefinite step found no solution inside its constraints, and it fell back to ECLipsE-Fast. LipSDP is solved by Clarabel. Only the column `audit` is proved in floating-point arithmetic. No method that only knows the limits of the slopes can prove less than the floor.
+
+{table(["network", *methods[:3], '`audit`, `effort="high"`', "floor"], rows)}
+
+```sh
+pip install eclipse-nn
+python -m benchmarks.published 2x20 5x20 10x20 20x20 50x20 5x60 10x60 5x100 10x100 --out FILE
+```
 """
 
 

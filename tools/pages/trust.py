@@ -343,6 +343,12 @@ When ranges learned to bound products of activations, a reader attacked them, be
 - The size of an int8 constant of −128 is −128 in int8. A quotient of numbers near 1e200 underflowed. The centre of a domain near 1e308 overflowed.
 - A domain such as (0, 0.1) was compared with the inputs in float32, and numbers that a float32 network rounds were missing in some norms.
 
+After these were mended, another reader found three more:
+
+- An operation that fails for large inputs was accepted if only the shape of its result was used, as by `zeros_like`. The network could catch the failure and compute something else.
+- The constant of attention with a scale near 5e-324 became 0, because the scale was halved first.
+- Powers and norms near 1e-320 lost digits before they were multiplied by large numbers. The bound of 1e300·x^2000 for x up to 0.6888 was 300 times too small.
+
 No check sees the following: values that a forward method reads in a hidden way (in another thread, through ctypes or `to_dlpack`), and a network that changes its behaviour later, by a counter in a global variable or by the clock. An audit holds for one precision: a forward method that branches on the dtype of its input is another network in each precision.
 """
 

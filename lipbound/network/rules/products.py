@@ -104,7 +104,7 @@ def _attention(step: Step) -> Value:
     given = step["scale"]
     scale = 1 / math.sqrt(query.shape[-1]) if given is None else abs(given)
     scale = max(readings(scale, step.call.dtype)) * (1 + 1e-6)
-    share = up(scale / 2 * sizes["value"] * (1 + 1e-12))  # softmax is 1/2-Lipschitz
+    share = up(up(scale * up(sizes["value"] / 2)) * (1 + 1e-12))  # softmax is 1/2-Lipschitz
     gains = [
         up(share * sizes["key"]), up(share * sizes["query"]), up(math.sqrt(query.shape[-2])),
     ]  # fmt: skip
@@ -139,7 +139,7 @@ def _sloped(name: str, slope: Callable[[Range], float]) -> None:
     @register_rule(f"aten.{name}")
     def rule(step: Step) -> float:
         exact(step["self"])
-        return up(slope(step.range("self")) * (1 + 1e-9))
+        return up(slope(step.range("self")) * (1 + 1e-9) + TINY)
 
 
 for _name, _slope in SLOPES.items():
@@ -156,4 +156,5 @@ def _power(step: Step) -> float:
     exact(step["self"])
     if power == 1:
         return 1.0
-    return up(power * step.range("self").largest ** (power - 1) * (1 + 1e-9))
+    # TINY is added first, because a power that underflows may be multiplied by a large number.
+    return up(power * (step.range("self").largest ** (power - 1) + TINY) * (1 + 1e-9))

@@ -88,7 +88,7 @@ def _norm(size: Tensor, axes: Sequence[int] | None = None) -> float:
         return most
     squares = (size / most).square()
     found = squares.sum() if axes is None else squares.sum(tuple(axes))
-    return most * math.sqrt(float(found.max())) * ROOM
+    return most * math.sqrt(float(found.max())) * ROOM + TINY
 
 
 class Ranges:
@@ -211,8 +211,8 @@ class Ranged:
             raise Unbounded(f"{name} has no range")
         return self.given[name]
 
-    def run(self, part: Callable[[Range], Tensor], **changed: Any) -> Any:
-        """Run the operation with one tensor in place of each range."""
+    def run(self, part: Callable[[Range], Tensor], /, **changed: Any) -> Any:
+        """Run the operation with one tensor in place of each range, and with changed arguments."""
 
         def chosen(leaf: Any) -> Any:
             return part(leaf).clone() if isinstance(leaf, Range) else leaf
