@@ -32,7 +32,7 @@ from lipbound.files import append, provenance, read
 from verify.interior_point import lipsdp
 
 INPUTS, NORMS = 4, (0.4, 1.8)  # of the paper's networks, which have one output
-NEURONS = 100  # up to here the interior-point solver takes seconds
+NEURONS = 200  # up to here the interior-point solver takes seconds
 
 
 def network(layers: int, width: int) -> nn.Sequential:

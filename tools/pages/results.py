@@ -185,7 +185,8 @@ def published() -> str:
         one = run[method]
         if one is None:
             return "too large"
-        return f"{one['bound'] / run['product']:.3g}, {one['seconds']:.2g} s"
+        seconds = f"{one['seconds']:.0f}" if one["seconds"] >= 10 else f"{one['seconds']:.1g}"
+        return f"{one['bound'] / run['product']:.3g}, {seconds} s"
 
     rows = [
         [f"{r['layers']} × {r['width']}", *(shown(r, method) for method in methods),
