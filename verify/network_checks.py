@@ -163,7 +163,7 @@ def margin(model: nn.Module, shape: Shape, seed: int, effort: str = "normal") ->
     """
     domain = random_domain(seed)
     method = list(BOUNDS)[seed % len(BOUNDS)] if seed % 2 and effort != "high" else "spectral"
-    with patch.multiple(multipliers, STEPS=FEW, DENSE=FEW, EACH=0):
+    with patch.multiple(multipliers, STEPS=FEW, EACH=0):
         found = audit(model, shape, search=0, method=method, effort=effort, domain=domain)
     if found.upper == math.inf:
         return Margin(math.inf, reason=found.reason or "the bound is above the largest float64")

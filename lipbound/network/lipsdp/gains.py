@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.bounds.rounding import products_above
+from lipbound.network.lipsdp import newton
 from lipbound.network.lipsdp.cover import NotPositive, form_of, prove
 from lipbound.network.lipsdp.multipliers import Fixed, Multipliers, fixed, optimised
 from lipbound.network.lipsdp.pairs import pair_constants
@@ -51,11 +52,15 @@ def gain(run: Run, progress: Progress = silent, pairs: bool = False) -> Gain:
         NotPositive: If no stage with some room could be proved.
         OutOfTime: If the time limit passed before the proof was complete.
     """
+    last = run.stages[-1]
+    solved = _solved(last, progress) if newton.suits(run.stages) else None
+    if solved is not None:
+        numbers, centres = solved
+        return _gain(numbers, centres, _apart(last, numbers, progress) if pairs else None)
     try:
         multipliers = optimised(run.stages, progress=progress)
     except torch.linalg.LinAlgError as error:
         raise NotPositive(first_line(error)) from error
-    last = run.stages[-1]
     weights = torch.ones(last.sizes[-1], dtype=torch.float64, device=last.device)
     centres, numbers = 0, Fixed(weights, {}, weights)
     apart = None
@@ -66,11 +71,30 @@ def gain(run: Run, progress: Progress = silent, pairs: bool = False) -> Gain:
             apart = _apart(last, numbers, progress)
         if index:
             weights = multipliers.weights_before(index, numbers)
+    return _gain(numbers, centres, apart)
+
+
+def _gain(numbers: Fixed, centres: int, apart: Tensor | None) -> Gain:
+    """Return the constant that the multipliers of the first stage prove."""
     square = float(numbers.source.max())  # all are equal in the first stage
     root = up(up(math.sqrt(square)))
     if apart is not None:
         apart = products_above(apart, root)
     return Gain(root, centres, apart)
+
+
+def _solved(stage: Stage, progress: Progress) -> tuple[Fixed, int] | None:
+    """Return the best provable multipliers of Newton's method; ``None`` if it did not begin."""
+    try:
+        path = newton.path(stage, progress)
+    except torch.linalg.LinAlgError:
+        return None
+    for numbers in path[:-1]:  # the last one is only its start
+        try:
+            return numbers, prove(form_of(stage, numbers), progress=progress)
+        except (NotPositive, torch.linalg.LinAlgError):
+            continue
+    return None
 
 
 def _apart(stage: Stage, numbers: Fixed, progress: Progress) -> Tensor | None:

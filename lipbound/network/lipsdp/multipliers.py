@@ -32,8 +32,6 @@ from lipbound.symbols import grid, radians
 
 STEPS = 200  # at least
 EACH = 13  # steps for each activation of a deep network
-DENSE = 1000  # steps for small dense networks, where a step is cheap
-SMALL = 512  # rows of a small network's largest stage
 EVERY = 5  # steps between searches for the frequencies that decide
 KEPT = 6  # searches whose frequencies are kept
 MEAN = 0.75  # share of the steps after which the mean of the multipliers begins
@@ -326,8 +324,7 @@ def optimised(
 ) -> Multipliers:
     """Minimize the bound over the multipliers by Adam.
 
-    A network of dense layers has no frequencies, and its multipliers are chosen to four digits. A
-    coarse grid that is shifted at random misses the highest peaks. So every few steps a finer
+    A coarse grid that is shifted at random misses the highest peaks. So every few steps a finer
     grid is searched for the frequencies that decide the bound, and these are kept for a while. The
     frequency that decides changes from step to step, so the multipliers swing; their mean over the
     last steps is better than the last ones. It stops early when the bound has not fallen for some
@@ -337,21 +334,20 @@ def optimised(
     parameters = found.parameters()
     if not parameters:  # a single stage without activations
         return found
-    dense = not any(stage.dims for stage in stages) and max(s.rows for s in stages) <= SMALL
+    dense = not any(stage.dims for stage in stages)
     depth = sum(len(stage.activations) for stage in stages)
-    steps = steps or (DENSE if dense else max(STEPS, EACH * depth))
+    steps = steps or max(STEPS, EACH * depth)
     found.dtype = torch.float64 if dense else found.dtype
-    optimizer = torch.optim.Adam(parameters, 0.08, betas=(0.9, 0.999 if dense else 0.99))
-    last_rate, last_power = (3e-4, 14) if dense else (1e-3, 9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, last_rate)
+    optimizer = torch.optim.Adam(parameters, 0.08, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 1e-3)
     draw = torch.Generator().manual_seed(0)
     recent: list[float] = []
     peaks: list[list[Tensor]] = [[] for _ in stages]
     means, summed = [torch.zeros_like(p) for p in parameters], 0
     for step in progress(range(steps), "multipliers"):
-        if time_is_up() or (not dense and _settled(recent)):  # any multipliers are valid
+        if time_is_up() or _settled(recent):  # any multipliers are valid
             break
-        powers = round(5 + (last_power - 5) * min(1.0, 1.25 * step / steps))
+        powers = round(5 + 4 * min(1.0, 1.25 * step / steps))
         if step % EVERY == EVERY - 1 and not dense:
             for kept, new in zip(peaks, deciding(found, samples * 3, draw), strict=True):
                 kept.append(new)
@@ -368,7 +364,7 @@ def optimised(
         optimizer.step()
         schedule.step()
         recent.append(float(loss.detach()))
-        if step >= MEAN * steps and not dense:
+        if step >= MEAN * steps:
             summed += 1
             for mean, parameter in zip(means, parameters, strict=True):
                 mean += (parameter.detach() - mean) / summed
