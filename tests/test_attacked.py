@@ -260,8 +260,10 @@ def test_an_epsilon_that_float32_rounds_to_zero_gives_no_bound(layer):
 def test_a_matrix_from_the_left_is_no_head():
     weight = torch.tensor([[1.0, 0.0], [0.999, 0.0]])
     model = Run(lambda x: weight @ x[0])
-    radii = certify(model, audit(model, (2, 2)), torch.tensor([[[3.0, 1.0], [0.0, 0.0]]]))
-    assert radii.max() <= 1.556
+    found = audit(model, (2, 2))
+    with pytest.raises(ValueError, match=r"returns \(2, 2\) for a single input"):
+        certify(model, found, torch.tensor([[[3.0, 1.0], [0.0, 0.0]]]))
+    assert certify(torch.tensor([[3.0, 1.0], [0.0, 0.0]]), found).max() <= 1.556
 
 
 def test_penalties_know_no_autocast_and_no_reduced_products():

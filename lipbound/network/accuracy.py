@@ -12,8 +12,6 @@ from lipbound.modules import in_eval
 from lipbound.network.certificates import Certifier
 from lipbound.network.findings import Audit
 
-COMPARED = 4  # inputs that are also run alone, to see whether a batch mixes them
-
 
 @dataclass(frozen=True)
 class CertifiedAccuracy:
@@ -103,7 +101,7 @@ def certified_accuracy(
                     f"labels must be one class number for each of {len(inputs)} inputs, got "
                     f"{labels.dtype} of shape {tuple(labels.shape)}"
                 )
-            logits = certifier.add(inputs, compared=0 if found else COMPARED)
+            logits = certifier.add(inputs)
             if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
                 raise ValueError(
                     f"the labels are {int(labels.min())} to {int(labels.max())}, but the network "

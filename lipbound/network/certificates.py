@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipbound.bounds.rounding import norms_above, products_above
 from lipbound.modules import fingerprint, in_eval, in_float64
 from lipbound.network.findings import Audit
-from lipbound.network.jacobian import alone_and_together
+from lipbound.network.jacobian import alike
 from lipbound.network.kernels import check_kernels, check_runs, ordinary_kernels
 from lipbound.network.rounding import (
     Errors,
@@ -26,6 +26,8 @@ from lipbound.network.rules.rounding import FORMATS, NotProved
 from lipbound.registry import unknown
 from lipbound.runtime import first_line
 
+TOGETHER = {"cpu": 16}  # inputs that run together; on a processor few, so that its cache is enough
+MOST = 512  # on other devices
 ARITHMETIC = {
     "logits": "real arithmetic, without the rounding of the logits",
     "real": "real arithmetic, from float64 logits with their rounding",
@@ -76,13 +78,14 @@ def certify(
         audit: Audit of that network with its current weights. Its bound refers to the network's
             input: for radii in pixels, make the normalization of the pixels part of the network.
             If the audit has a domain, the certificate is for changed inputs that lie in it.
-        inputs: The batch, if ``source`` is a network. The network runs in eval mode, also on each
-            input alone, as it was audited.
+        inputs: The batch, if ``source`` is a network. The network runs in eval mode. What it
+            computes for each input alone, as it was audited, follows from its captured graph.
         arithmetic: ``'real'`` for the network in real arithmetic, without any rounding,
             ``'float64'`` for the network ``model.double()`` as it runs, ``'float32'`` for a float32
             network as it runs. The last two need :func:`lipbound.ordinary_kernels`. If the rounding
             of an operation is not known, ``'real'`` leaves out the rounding of the logits and
-            warns.
+            warns. It also warns if an operation has no batched form, because the inputs then run
+            one by one.
 
     Returns:
         ``(batch,)`` float64. The radius is 0 for a tie, an infinite bound, logits that are not
@@ -112,7 +115,7 @@ def certify(
         raise ValueError("certify(model, audit) needs the inputs; add inputs=batch")
     certifier = Certifier(source, audit, arithmetic)
     _check_inputs(inputs, audit)
-    certifier.add(inputs, compared=len(inputs))
+    certifier.add(inputs)
     proved = certifier.finish()
     if proved.errors is None and bool((proved.radii > 0).any()):
         warnings.warn(f"the radii hold in {proved.arithmetic}", stacklevel=3)
@@ -143,24 +146,27 @@ class Certifier:
         self.source, self.audit, self.arithmetic = model, audit, arithmetic
         self.model = model if arithmetic == "float32" else in_float64(model).eval()
         self.why = ""  # why the rounding is not bounded
+        self._single = False  # whether the inputs run one by one
         self._executed: Executed | None = None
         self._found: list[Measured] = []
         self._logits: list[Tensor] = []
 
     @torch.no_grad()
-    def add(self, inputs: Tensor, compared: int = 0) -> Tensor:
+    def add(self, inputs: Tensor) -> Tensor:
         """Run the network on a batch; return its logits.
 
-        The first ``compared`` inputs are also run alone, to see whether a batch mixes them.
+        Each input's logits are compared with those of the captured graph of a single input, which
+        ``torch.func.vmap`` maps over the batch: no input can affect another one there.
         """
         _check_inputs(inputs, self.audit)
         kernels = ordinary_kernels() if self.arithmetic == "real" else nullcontext()
+        parts = inputs.split(TOGETHER.get(inputs.device.type, MOST))
         with in_eval(self.model), kernels:
-            return self._added(inputs, compared)
+            return torch.cat([self._added(part) for part in parts])
 
-    def _added(self, inputs: Tensor, compared: int) -> Tensor:
+    def _added(self, inputs: Tensor) -> Tensor:
         try:
-            given, logits = self._run(inputs, compared)
+            given, logits = self._run(inputs)
         except RuntimeError as error:
             wide = "float32" if self.arithmetic == "float32" else "float64"
             failed = NotProved(
@@ -169,17 +175,20 @@ class Certifier:
             self._give_up(failed)
             self.model = self.source
             with in_eval(self.model):
-                given, logits = self._run(inputs, compared)
+                given, logits = self._run(inputs)
+        if len(given) == 1 and len(logits) != 1:
+            raise ValueError(
+                f"the network returns {tuple(logits.shape)} for a single input; certify needs one "
+                f"row of logits for each input"
+            )
+        if len(given):
+            alone = self._alone(given)
+            _check_apart(logits, alone, close=self.arithmetic == "real")
+            logits = alone.to(logits) if self.why else logits
         self._logits.append(logits)
-        if not self.why and len(given):
-            try:
-                executed = self._executed or self._prepared(given[:1])
-                self._found.append(executed.measure(given))
-            except NotProved as error:
-                self._give_up(error)
         return logits
 
-    def _run(self, inputs: Tensor, compared: int) -> tuple[Tensor, Tensor]:
+    def _run(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs in the network's format, and its logits."""
         own = self.arithmetic == "float32" or self.model is self.source
         given = inputs if own else inputs.double()
@@ -188,19 +197,40 @@ class Certifier:
                 f"the inputs are {given.dtype}, but arithmetic='float32' certifies a network that "
                 f"runs on float32 inputs; use inputs.float()"
             )
-        if compared:
-            _check_apart(self.model, given[:compared])
         return given, _checked(self.model(given.clone()))  # it may write to its input
 
-    def _prepared(self, example: Tensor) -> Executed:
-        self._executed = Executed(self.model, self.audit.layers, example)
-        check_kernels(self._executed.graph, example)
+    def _alone(self, given: Tensor) -> Tensor:
+        """Return the logits of each input by itself, and keep the sizes of all its values."""
+        if self._single:
+            return torch.cat([_checked(self.model(x[None].clone())) for x in given])
+        try:
+            executed = self._executed or Executed(self.model, self.audit.layers, given[:1])
+            self._found.append(executed.measure(given))
+        except (RuntimeError, TypeError, ValueError) as error:
+            if self.arithmetic != "real":
+                raise
+            self._give_up(
+                NotProved(f"its operations cannot run by themselves: {first_line(error)}")
+            )
+            self._single = True
+            warnings.warn(f"the inputs run one by one, because {self.why}", stacklevel=4)
+            return self._alone(given)
+        if self._executed is None:
+            self._executed = executed
+            try:
+                self._check(executed, given[:1])
+            except NotProved as error:
+                self._give_up(error)
+        return self._found[-1].logits
+
+    def _check(self, executed: Executed, example: Tensor) -> None:
+        """Check that the rounding of this network can be bounded."""
+        check_kernels(executed.graph, example)
         if self.arithmetic == "float64":
             check_recomputed(self.source, self.model)
         if self.arithmetic != "float32":
             own = next(self.source.parameters(), example).dtype
-            check_same_factors(self.source, self._executed.graph, example.to(own))
-        return self._executed
+            check_same_factors(self.source, executed.graph, example.to(own))
 
     def _give_up(self, error: NotProved) -> None:
         """Do without the rounding in real arithmetic; fail in any other."""
@@ -298,25 +328,24 @@ def _check_inputs(inputs: Tensor, audit: Audit) -> None:
             )
 
 
-def _check_apart(model: nn.Module, inputs: Tensor) -> None:
-    """Check that the logits of each input alone are those of the batch.
+def _check_apart(logits: Tensor, alone: Tensor, close: bool) -> None:
+    """Check that the logits of a batch are those of each input alone.
+
+    Args:
+        logits: Logits of the batch.
+        alone: Logits of each input alone.
+        close: Whether to compare their values too: they may differ by 1 % of the largest logit.
+            Otherwise the bound on the rounding decides.
 
     Raises:
-        ValueError: If they differ by more than 1 % of the largest logit.
+        ValueError: If they are not.
     """
-    answers, same = alone_and_together(model, inputs)
-    if len(answers) != 1 or answers[0].ndim != 2:
+    apart = logits.shape == alone.shape  # one row for the whole batch mixes the inputs
+    if apart and close:
+        apart = bool((alike(alone, logits.to(alone)) | ~alone.isfinite().all(1)).all())
+    if not apart:
         raise ValueError(
-            f"certify needs a network that returns logits (batch, classes); this one returns "
-            f"{', '.join(str(tuple(t.shape)) for t in answers) or 'nothing'}"
-        )
-    (logits,) = answers
-    apart = len(logits) == len(inputs)  # one row for the whole batch mixes the inputs
-    if len(inputs) > 1 and not (
-        apart and bool((same.to(logits.device) | ~logits.isfinite().all(1)).all())
-    ):
-        raise ValueError(
-            f"the network mixes the inputs of a batch: its logits for these {len(inputs)} differ "
+            f"the network mixes the inputs of a batch: its logits for these {len(alone)} differ "
             f"from those for each input alone; certify one at a time: inputs[i : i + 1]"
         )
 

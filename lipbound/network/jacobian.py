@@ -96,11 +96,11 @@ def alone_and_together(model: nn.Module, inputs: Tensor) -> tuple[list[Tensor], 
     if not batched or any([t.shape for t in alone] != rows for alone in each):
         return company, torch.zeros(len(inputs), dtype=torch.bool)
     alone = [torch.cat(parts) for parts in zip(*each, strict=True)]
-    same = [_alike(mine, others) for mine, others in zip(alone, company, strict=True)]
+    same = [alike(mine, others) for mine, others in zip(alone, company, strict=True)]
     return alone, torch.stack(same).all(0)
 
 
-def _alike(ones: Tensor, others: Tensor) -> Tensor:
+def alike(ones: Tensor, others: Tensor) -> Tensor:
     """Tell which rows of two results are about the same, ``(batch,)``; rows with NaN are not."""
     ones, others = ones.reshape(len(ones), -1), others.reshape(len(others), -1)
     if not ones.shape[1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from lipbound.network.findings import LayerReport
 from lipbound.network.graph import Call, Graph, Reference, capture
 from lipbound.network.rules import Options, Value, follow
 from lipbound.network.rules.rounding import FORMATS, LINEAR, Near, NotProved, rounded
+from lipbound.runtime import first_line
 
 Array = NDArray[np.float64]
 ROOM = 1 + 2.0**-20  # for the rounding of the measured norms, which are of at most 2^32 entries
@@ -133,7 +135,9 @@ class Executed:
         torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
         try:
             found = torch.func.vmap(run)(one)
-        except (RuntimeError, ValueError):  # an operation without a rule for batches
+        except (RuntimeError, ValueError) as error:  # an operation without a rule for batches
+            if len(one) > 1:
+                warnings.warn(f"the inputs run one by one: {first_line(error)}", stacklevel=6)
             each = [run(x) for x in one]
             found = tree_map(lambda *parts: torch.stack(parts), *each)
         norms, absolute, logits = found
@@ -266,10 +270,12 @@ def _sizes(graph: Graph, calls: Sequence[Call]) -> Callable[[Tensor], Any]:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """Return the L2 norm; its squares neither underflow nor overflow."""
-    largest = tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
-    level = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
-    return level * (tensor / level).flatten().norm()
+    """Return the L2 norm, or more if its squares would underflow or overflow."""
+    norm = torch.linalg.vector_norm(tensor)
+    if not tensor.numel():
+        return norm
+    usual = (norm > 1e-140) & (norm < 1e140)
+    return torch.where(usual, norm, tensor.abs().amax() * math.sqrt(tensor.numel()))
 
 
 def _up(sizes: dict[str, Tensor]) -> dict[str, Array]:

@@ -222,5 +222,32 @@ def test_radii_of_unbounded_networks_are_zero():
 
 def test_a_network_without_logits_cannot_be_certified():
     model = Run(lambda m, x: x.argmax(1))
-    with pytest.raises(ValueError, match="returns nothing"):
+    with pytest.raises(ValueError, match=r"logits must be \(batch, classes\).*got \(3,\)"):
         certify(model, audit(model, (4,)), torch.randn(3, 4))
+
+
+def strided() -> nn.Module:
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(2, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*parts, nn.Linear(36, 3)).eval()
+
+
+def test_inputs_run_together_as_each_alone():
+    """The radii of a batch are those of its inputs, however many run together."""
+    model, x = strided(), torch.randn(20, 2, 6, 6)
+    found = audit(model, (2, 6, 6))
+    alone = torch.cat([certify(model, found, x[i : i + 1]) for i in range(20)])
+    torch.testing.assert_close(certify(model, found, x), alone, rtol=1e-9, atol=1e-12)
+
+
+def test_operations_without_a_batched_form_run_one_by_one(monkeypatch):
+    model, x = strided(), torch.randn(3, 2, 6, 6)
+    found = audit(model, (2, 6, 6))
+    together = certify(model, found, x)
+
+    def refused(run):
+        raise RuntimeError("no batching rule")
+
+    monkeypatch.setattr(torch.func, "vmap", refused)
+    with pytest.warns(UserWarning, match="one by one: no batching rule"):
+        torch.testing.assert_close(certify(model, found, x), together, rtol=1e-9, atol=1e-12)
