@@ -72,12 +72,15 @@ class Form:
 
 
 def form_of(stage: Stage, fixed: Fixed) -> Form:
-    """Return z₀*Pz₀ − y*Xy − Σmᵢ as a symbol, scaled by the roots of P and Tᵢ."""
+    """Return z₀*Pz₀ − y*Xy − Σmᵢ as a symbol, in variables in which P and Tᵢ are near 1.
+
+    A form that is positive definite in such variables is positive definite: an invertible matrix
+    does not change that, and with another one the form would have the eigenvalue 0.
+    """
     variables = [0, *stage.activations]
     starts = dict(
         zip(variables, np.cumsum([0, *[stage.sizes[i] for i in variables]]), strict=False)
     )
-    numbers, scales = fixed.numbers, fixed.scales
     linear = _expanded(stage)
     blocks: dict[tuple[int, int], Laurent] = {}
 
@@ -90,16 +93,17 @@ def form_of(stage: Stage, fixed: Fixed) -> Form:
 
     def form(parts: dict[int, Laurent], weights: Tensor) -> None:
         """Add Σ Aᵢ* W Aⱼ of the scaled operators."""
-        scaled = {i: op.scaled(right=scales[i]) for i, op in parts.items()}
-        for i, one in scaled.items():
-            for j, other in scaled.items():
+        scaled = {i: fixed.scaled(op, i) for i, op in parts.items()}
+        middle = Laurent.pointwise(weights, stage.dims)
+        for j, other in scaled.items():
+            weighted = middle @ other
+            for i, one in scaled.items():
                 if starts[i] >= starts[j]:
-                    put(i, j, one.adjoint @ other.scaled(left=weights))
+                    put(i, j, one.adjoint @ weighted)
 
-    for i in variables:
-        factor = 1.0 if i == 0 else 2.0
-        diagonal = numbers[i] * scales[i] * scales[i] * factor
-        put(i, i, Laurent.pointwise(torch.diag(diagonal), stage.dims, roundings=8))
+    form(linear[0], fixed.source)
+    for i in stage.activations:
+        form(linear[i], torch.diag(2 * fixed.inner[i]))
     form(linear[len(stage.sizes) - 1], -fixed.weights)
     for i in stage.activations:
         slopes = stage.slopes[i]
@@ -107,16 +111,16 @@ def form_of(stage: Stage, fixed: Fixed) -> Form:
         low, high = slopes
         before = linear[stage.inputs[i]]
         for j, op in before.items():
-            put(i, j, op.scaled(-(low + high) * numbers[i] * scales[i], scales[j]))
+            middle = (low + high) * fixed.inner[i] * fixed.inner[i].rsqrt()
+            put(i, j, fixed.scaled(op, j).scaled(left=-middle))
         if bool((low * high != 0).any()):
-            form(before, 2 * low * high * numbers[i])
+            form(before, torch.diag(2 * low * high * fixed.inner[i]))
     return _gathered(blocks, starts, stage)
 
 
 def linear_result(stage: Stage, fixed: Fixed) -> dict[int, Laurent]:
     """Return the result as a sum of operators on the variables, which are scaled as in the form."""
-    scales = fixed.scales
-    return {i: op.scaled(right=scales[i]) for i, op in _expanded(stage)[-1].items()}
+    return {i: fixed.scaled(op, i) for i, op in _expanded(stage)[-1].items()}
 
 
 def _expanded(stage: Stage) -> list[dict[int, Laurent]]:

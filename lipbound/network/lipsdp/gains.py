@@ -61,8 +61,8 @@ def gain(run: Run, progress: Progress = silent, pairs: bool = False) -> Gain:
         multipliers = optimised(run.stages, progress=progress)
     except torch.linalg.LinAlgError as error:
         raise NotPositive(first_line(error)) from error
-    weights = torch.ones(last.sizes[-1], dtype=torch.float64, device=last.device)
-    centres, numbers = 0, Fixed(weights, {}, weights)
+    weights = torch.eye(last.sizes[-1], dtype=torch.float64, device=last.device)
+    centres, numbers = 0, Fixed(weights, {}, weights, weights)
     apart = None
     for index in reversed(range(len(run.stages))):
         numbers, more = _proved(multipliers, index, weights, progress)
@@ -76,7 +76,7 @@ def gain(run: Run, progress: Progress = silent, pairs: bool = False) -> Gain:
 
 def _gain(numbers: Fixed, centres: int, apart: Tensor | None) -> Gain:
     """Return the constant that the multipliers of the first stage prove."""
-    square = float(numbers.source.max())  # all are equal in the first stage
+    square = float(numbers.source.max())  # in the first stage a multiple of 1
     root = up(up(math.sqrt(square)))
     if apart is not None:
         apart = products_above(apart, root)

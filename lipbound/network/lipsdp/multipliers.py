@@ -7,7 +7,9 @@ variables and the slopes Dᵢ lie in [l, h]. For positive diagonal Tᵢ the form
 
 is a sum of numbers 2t(h − d)(d − l)|u|² ≥ 0. So if z₀*Pz₀ − y*Xy − Σmᵢ ≥ 0 for all values of the
 variables, where y is the result of the stage, then y*Xy ≤ z₀*Pz₀ on all differences. P of one stage
-is X of the stage before it. The form splits into one for each frequency.
+is X of the stage before it: any symmetric matrix on the channels, the same for all pixels. It need
+not be a diagonal, because no slopes are between the stages. The form splits into one for each
+frequency.
 
 Eliminating the variables from the last to the first gives the smallest P for given multipliers: a
 linear value is replaced by what it is, and an activation by its maximizer. Then
@@ -32,6 +34,8 @@ from lipbound.symbols import grid, radians
 
 STEPS = 200  # at least
 EACH = 13  # steps for each activation of a deep network
+RATE = 0.08  # of Adam
+MIXING = 4.0  # rate of the entries of a matrix P, relative to that of a logarithm over its size
 EVERY = 5  # steps between searches for the frequencies that decide
 KEPT = 6  # searches whose frequencies are kept
 MEAN = 0.75  # share of the steps after which the mean of the multipliers begins
@@ -45,45 +49,57 @@ Largest = Callable[[Tensor], Tensor]
 class Fixed:
     """Multipliers of one stage: ``weights`` of its result, ``inner`` of activations, ``source``."""
 
-    weights: Tensor  # X: a diagonal (n,)
-    inner: dict[int, Tensor]
-    source: Tensor  # P: a diagonal (n,)
+    weights: Tensor  # X: a symmetric matrix
+    inner: dict[int, Tensor]  # Tᵢ: diagonals
+    source: Tensor  # P: a symmetric matrix
+    basis: Tensor  # S with S*PS near the identity
 
-    @property
-    def numbers(self) -> dict[int, Tensor]:
-        """The numbers of the source and of the activations."""
-        return {0: self.source, **self.inner}
-
-    @property
-    def scales(self) -> dict[int, Tensor]:
-        """Factors that give each variable of the form a diagonal near 1."""
-        return {i: 1 / number.sqrt() for i, number in self.numbers.items()}
+    def scaled(self, op: Laurent, variable: int) -> Laurent:
+        """Return an operator on a variable that is scaled so that its multiplier is near 1."""
+        if variable:
+            return op.scaled(right=self.inner[variable].rsqrt())
+        return op @ Laurent.pointwise(self.basis, op.taps.ndim - 2)
 
 
 class Multipliers:
-    """Free logarithms of the multipliers of consecutive stages.
+    """Free parameters of the multipliers of consecutive stages.
 
-    The first stage's P is a multiple of the identity, and the last one's X is the identity.
+    They are logarithms of diagonals and, for the matrices P, the entries below the diagonal. The
+    first stage's P is a multiple of the identity, and the last one's X is the identity.
     """
 
     def __init__(self, stages: Sequence[Stage]):
         self.stages = list(stages)
         device = stages[0].device
 
-        def free(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.float64, device=device, requires_grad=True)
+        def free(*sizes: int) -> Tensor:
+            return torch.zeros(sizes, dtype=torch.float64, device=device, requires_grad=True)
 
         self.inner = [
             {i: (free(int(s.ties[i].max()) + 1), free(1)) for i in s.activations} for s in stages
         ]
-        self.sources = [free(int(s.ties[0].max()) + 1) for s in stages]
+        channels = [int(s.ties[0].max()) + 1 for s in stages]
+        self.sources = [free(n) for n in channels]
+        self.mixing = [free(n, n) for n in channels]
         sizes = [op.norm() for s in stages for terms in s.terms for _, op in terms]
         usual = all(1e-3 < size < 1e4 for size in sizes)
         self.dtype = torch.complex64 if usual else torch.complex128
 
-    def parameters(self) -> list[Tensor]:
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the parameters with their rates; many entries of a matrix change together."""
         pairs = [pair for inner in self.inner for pair in inner.values()]
-        return [*self.sources[1:], *(number for pair in pairs for number in pair)]
+        numbers = [*self.sources[1:], *(number for pair in pairs for number in pair)]
+        return [
+            {"params": numbers, "lr": RATE},
+            *({"params": [m], "lr": MIXING * RATE / len(m)} for m in self.mixing[1:]),
+        ]
+
+    def root(self, index: int) -> Tensor:
+        """Return B of a stage, lower triangular: its P is a multiple of BBᵀ at every pixel."""
+        eye = torch.eye(len(self.sources[index]), dtype=torch.float64).to(self.sources[index])
+        if not index:
+            return eye
+        return (self.sources[index] / 2).exp()[:, None] * (eye + self.mixing[index].tril(-1))
 
     def log_bound(self, points: Sequence[Tensor], largest: Sequence[Largest]) -> Tensor:
         """Return log L² from frequencies ``(P, D)`` of each stage, and a function for each."""
@@ -91,29 +107,40 @@ class Multipliers:
         for index in reversed(range(len(self.stages))):
             stage = self.stages[index]
             if weights is None:
-                weights = torch.ones(stage.sizes[-1], dtype=torch.float64, device=stage.device)
+                weights = torch.eye(stage.sizes[-1], dtype=torch.float64, device=stage.device)
             with torch.no_grad():
-                size = weights.max().clamp_min(1e-300)
+                size = weights.diagonal().max().clamp_min(1e-300)
             form, _ = eliminated(
                 stage, weights / size, points[index], self.inner[index], largest[index],
                 dtype=self.dtype,
             )  # fmt: skip
             if index:
-                form = _weighted(form, self.sources[index][stage.ties[0]])
-                weights = self.sources[index].exp()[self.stages[index - 1].ties[-1]]
+                root = self.root(index)
+                form = _whitened(form, stage, root)
+                weights = root @ root.mT
             logs = logs + size.log() + largest[index](form)
         return logs
 
     def weights_before(self, index: int, fixed: Fixed) -> Tensor:
         """Return X of the stage before a stage with these multipliers."""
-        numbers = torch.zeros_like(self.sources[index].detach())
-        numbers[self.stages[index].ties[0]] = fixed.source
-        return numbers[self.stages[index - 1].ties[-1]]
+        first = self.stages[index].places == 0
+        return fixed.source[first][:, first]
 
 
 def _weighted(form: Tensor, logs: Tensor) -> Tensor:
     root = (-logs / 2).exp()
     return form * (root[:, None] * root[None, :]).to(form.dtype)
+
+
+def _whitened(form: Tensor, stage: Stage, root: Tensor) -> Tensor:
+    """Return B⁻¹·form·B⁻ᵀ, with a lower triangular B on the channels of the source."""
+    inverse = _inverse(stage, root).to(form)
+    return inverse @ form @ inverse.mT
+
+
+def _inverse(stage: Stage, root: Tensor) -> Tensor:
+    eye = torch.eye(len(root)).to(root)
+    return stage.at_every_pixel(torch.linalg.solve_triangular(root, eye, upper=False))
 
 
 def eliminated(
@@ -130,7 +157,7 @@ def eliminated(
     The form is multiplied by 1 + slack before each elimination.
     """
     last = len(stage.sizes) - 1
-    form = Blocks({(last, last): torch.diag(weights).to(dtype)[None]})
+    form = Blocks({(last, last): weights.to(dtype)[None]})
     chosen: dict[int, Tensor] = {}
     for node in reversed(range(1, last + 1)):
         if not form.has(node):
@@ -331,14 +358,15 @@ def optimised(
     time.
     """
     found = Multipliers(stages)
-    parameters = found.parameters()
+    groups = found.groups()
+    parameters = [parameter for group in groups for parameter in group["params"]]
     if not parameters:  # a single stage without activations
         return found
     dense = not any(stage.dims for stage in stages)
     depth = sum(len(stage.activations) for stage in stages)
     steps = steps or max(STEPS, EACH * depth)
     found.dtype = torch.float64 if dense else found.dtype
-    optimizer = torch.optim.Adam(parameters, 0.08, betas=(0.9, 0.99))
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 1e-3)
     draw = torch.Generator().manual_seed(0)
     recent: list[float] = []
@@ -398,7 +426,8 @@ def fixed(multipliers: Multipliers, index: int, weights: Tensor, slack: float) -
     stage = multipliers.stages[index]
     points = frequencies(stage, FINE)
     form, inner = eliminated(stage, weights, points, multipliers.inner[index], Peaks(), slack)
-    tie = stage.ties[0]
-    logs = multipliers.sources[index].detach() * (index > 0)
-    level = Peaks()(_weighted(form, logs[tie])) + math.log1p(slack)
-    return Fixed(weights, inner, (logs + level).exp()[tie])
+    root = multipliers.root(index)
+    level = Peaks()(_whitened(form, stage, root)) + math.log1p(slack)
+    number = root @ root.mT * level.exp()
+    source = stage.at_every_pixel((number + number.mT) / 2)
+    return Fixed(weights, inner, source, _inverse(stage, root).mT * (-level / 2).exp())

@@ -87,7 +87,7 @@ class Problem:
 
 def path(stage: Stage, progress: Progress = silent) -> list[Fixed]:
     """Return multipliers on the central path, the best ones first; any of them may be proved."""
-    ones = torch.ones(stage.sizes[-1], dtype=torch.float64, device=stage.device)
+    ones = torch.eye(stage.sizes[-1], dtype=torch.float64, device=stage.device)
     start = fixed(Multipliers([stage]), 0, ones, START)
     found = [start]
     problem = Problem.of(stage)
@@ -104,7 +104,8 @@ def path(stage: Stage, progress: Progress = silent) -> list[Fixed]:
         gamma, numbers = moved
         split = numbers.split([stage.sizes[i] for i in stage.activations])
         inner = dict(zip(stage.activations, split, strict=True))
-        found.insert(0, Fixed(ones, inner, gamma.expand(stage.sizes[0]).clone()))
+        whole = torch.eye(stage.sizes[0], dtype=torch.float64, device=stage.device)
+        found.insert(0, Fixed(ones, inner, gamma * whole, gamma.rsqrt() * whole))
         barrier = barrier * FALL
     return found
 

@@ -48,6 +48,7 @@ class Stage:
         dims: Number of spatial axes.
         sizes: Rows of every node: channels times phases.
         ties: For every node, the channel of each row.
+        places: The pixel of each row of the source.
         terms: For every node, operators on earlier nodes; empty for source and activations.
         inputs: For every node, the node to which its activation is applied, or −1.
         slopes: For every node, the least and greatest slope of each row, or ``None``.
@@ -57,6 +58,7 @@ class Stage:
     dims: int
     sizes: list[int]
     ties: list[Tensor]
+    places: Tensor
     terms: list[list[tuple[int, Laurent]]]
     inputs: list[int]
     slopes: list[Tensor | None]
@@ -65,6 +67,12 @@ class Stage:
     @property
     def activations(self) -> list[int]:
         return [i for i, before in enumerate(self.inputs) if before >= 0]
+
+    def at_every_pixel(self, matrix: Tensor) -> Tensor:
+        """Return the matrix on the source that applies one on channels to every pixel."""
+        tie = self.ties[0]
+        same = self.places[:, None] == self.places[None, :]
+        return matrix[tie[:, None], tie[None, :]] * same
 
     @property
     def rows(self) -> int:
@@ -99,15 +107,17 @@ def compiled(nodes: Sequence[Node], dims: int, flat: int, device: torch.device) 
         torch.arange(n.channels, device=device).repeat(c)
         for n, c in zip(nodes, counts, strict=True)
     ]
+    places = torch.arange(counts[0], device=device).repeat_interleave(nodes[0].channels)
     if flat > 1:
         own = torch.arange(nodes[0].channels // flat, device=device)
         ties[0] = own.repeat_interleave(flat)
+        places = torch.arange(flat, device=device).repeat(len(own))
     slopes = [
         None if n.slopes is None else n.slopes.to(device).repeat(1, c)
         for n, c in zip(nodes, counts, strict=True)
     ]
     sizes = [n.channels * c for n, c in zip(nodes, counts, strict=True)]
-    return Stage(dims, sizes, ties, terms, [n.input for n in nodes], slopes, device)
+    return Stage(dims, sizes, ties, places, terms, [n.input for n in nodes], slopes, device)
 
 
 def _centre(operators: list[tuple[Laurent, tuple[int, ...]]], dims: int) -> tuple[int, ...]:
