@@ -9,11 +9,13 @@ end of a bracket, so the norm is proved to be at most the limit.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
@@ -236,7 +238,8 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
     r"""Limit the norm of a layer, or of every convolution and Linear layer of a model.
 
     This limits the norm of the layer for every input size, with its stride, groups, dilation and
-    transposition, not the norm of its weight as a matrix.
+    transposition, not the norm of its weight as a matrix. BatchNorm layers are not limited, and
+    their γ/√(variance + ε) can be large: a warning names them.
 
     Args:
         module: ``nn.Conv*d``, ``nn.ConvTranspose*d``, ``nn.Linear``, or a model with some.
@@ -273,6 +276,16 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
     for name, layer in found.items():
         named(name, layer)  # check all layers before the first one is changed
     made = {name: _made(name, layer, norm, method, rtol) for name, layer in found.items()}
+    free = [name for name, m in module.named_modules() if isinstance(m, _BatchNorm)]
+    if free:
+        warnings.warn(
+            f"constrain limits convolution and Linear layers, but not the {len(free)} BatchNorm "
+            f"layer(s) of this {type(module).__name__} ({', '.join(free[:3])}"
+            f"{', ...' if len(free) > 3 else ''}), whose factors can be of any size; leave them "
+            f"out, or fold them into the convolutions before you constrain, and check the whole "
+            f"network with lipbound.audit",
+            stacklevel=2,
+        )
     for name, layer in found.items():  # all fit: nothing is left half done
         parametrize.register_parametrization(layer, "weight", made[name].train(layer.training))
     return module

@@ -128,7 +128,7 @@ BAD = {
         "samples=2 is too coarse for 3 taps",
     ),
     "samples": (lambda: bound(KERNEL, "lipbound", samples=0.5), ValueError, "samples=0.5"),
-    "polygrid samples": (lambda: estimate(KERNEL, samples=0), ValueError, "samples=0"),
+    "polygrid samples": (lambda: estimate(KERNEL, "polygrid", samples=0), ValueError, "samples=0"),
     "rtol": (lambda: bound(KERNEL, rtol=0), ValueError, "rtol=0 must lie between 0 and 1"),
     "iterations": (lambda: bound(KERNEL, "gram", iterations=0), ValueError, "iterations=0"),
     "widening": (
@@ -137,7 +137,11 @@ BAD = {
         "'wide' is not one of best",
     ),
     "method": (lambda: bound(KERNEL, "lipbond"), ValueError, "'lipbond'.*did you mean 'lipbound'"),
-    "estimate": (lambda: estimate(KERNEL, "sedghi"), ValueError, "choose one of: polygrid, power"),
+    "estimate": (
+        lambda: estimate(KERNEL, "sedghi"),
+        ValueError,
+        "choose one of: ascent, polygrid, power",
+    ),
     "option": (
         lambda: bound(KERNEL, strid=2),
         TypeError,

@@ -322,3 +322,12 @@ def test_padding_counts_while_training(mode):
     for _ in range(20):
         layer(torch.randn(1, 2, 6, 6))
     assert bracket(layer).upper < 1.01
+
+
+def test_free_batch_norms_are_named():
+    parts = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)
+    with pytest.warns(
+        UserWarning, match=r"not the 1 BatchNorm layer\(s\) of this Sequential \(1\)"
+    ):
+        model = constrain(nn.Sequential(*parts))
+    assert bracket(model[0].eval()).upper <= 1
