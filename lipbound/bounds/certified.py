@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.supremum.search import Search
 from lipbound.geometry import Convolution, Layer, convolution, named, own_forward
+from lipbound.results import Result
 from lipbound.runtime import OutOfTime, Progress, check_time, in_pieces, piece, silent
 from lipbound.symbols import evaluate, taps
 
@@ -28,7 +30,7 @@ LIMIT = 5e9  # limit of cells × (n³ + 1e5); a flat symbol of three axes would 
 
 
 @dataclass(frozen=True)
-class Bracket:
+class Bracket(Result):
     """A certified interval: ``lower`` ≤ the true value ≤ ``upper``, in real arithmetic.
 
     Attributes:
@@ -50,6 +52,18 @@ class Bracket:
     def width(self) -> float:
         """Relative width, upper/lower − 1."""
         return self.upper / self.lower - 1 if self.lower > 0 else float(self.upper > 0)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a single row."""
+        return [self.to_dict()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        what = "certified" if self.certified else "not certified"
+        return f"{self.lower:.6g} to {self.upper:.6g} ({what}, relative width {self.width:.1e})"
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +13,14 @@ from torch import Tensor, nn
 from lipbound.modules import in_eval
 from lipbound.network.certificates import Certifier
 from lipbound.network.findings import Audit
+from lipbound.results import Result, finite
 
 
 @dataclass(frozen=True)
-class CertifiedAccuracy:
+class CertifiedAccuracy(Result):
     """Certified radii of a set of images, and the accuracies that follow.
+
+    ``print`` shows a row for each radius, and :meth:`to_dict` returns the numbers.
 
     Attributes:
         radii: The radii asked for.
@@ -41,6 +46,40 @@ class CertifiedAccuracy:
     errors: Tensor | None = field(default=None, repr=False)
     lost: int = 0
     classes: int = 0
+
+    def title(self) -> str:
+        return f"Certified accuracy of {len(self.labels):,} images"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each radius, and first one for the clean accuracy."""
+        clean = {"L2 radius": "0 (clean)", "accuracy": self.clean, "worst class": None}
+        found = [clean]
+        for radius, share in zip(self.radii, self.accuracy, strict=True):
+            classes = [one for one in self.by_class(radius) if not math.isnan(one)]
+            found.append({"L2 radius": radius, "accuracy": share, "worst class": min(classes)})
+        return found
+
+    def summary(self) -> list[str]:
+        """Say what is certified, and for how many images only rounding prevents it."""
+        said = [f"proved: {self.arithmetic}"] if self.arithmetic else []
+        if self.lost:
+            said.append(f"{self.lost:,} correct images have the radius 0 because of rounding")
+        return said
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all results as plain data, with the radius of every image."""
+        return {
+            "clean": self.clean,
+            "radii": list(self.radii),
+            "accuracy": list(self.accuracy),
+            "certified": [finite(radius) for radius in self.certified.tolist()],
+            "labels": self.labels.tolist(),
+            "predictions": self.predictions.tolist(),
+            "arithmetic": self.arithmetic,
+            "errors": None if self.errors is None else [finite(e) for e in self.errors.tolist()],
+            "lost": self.lost,
+            "classes": self.classes,
+        }
 
     def by_class(self, radius: float) -> list[float]:
         """Return the certified accuracy of every class; NaN for a class without images."""

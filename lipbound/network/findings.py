@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from lipbound.bounds import Bracket
+from lipbound.geometry import Convolution, convolution
+from lipbound.results import Result, finite
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,12 @@ class StepReport:
     reason: str
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(Result):
     """Result of an audit of a network.
+
+    ``print`` shows the layers and a summary, :meth:`to_dict` and :meth:`to_frame` return the
+    numbers, and :meth:`save_html` writes a page with pictures.
 
     Attributes:
         layers: Results of the single layers.
@@ -110,6 +118,114 @@ class Audit:
         return math.nextafter(math.log10(self.upper), math.inf) if self.upper else -math.inf
 
     @property
+    def within(self) -> str:
+        """Return for which inputs the bounds hold, as a phrase; empty if for all."""
+        if self.domain is None:
+            return ""
+        low, high = self.domain
+        return f" for inputs in [{low:g}, {high:g}]"
+
+    def title(self) -> str:
+        shape = "" if self.input_shape is None else f" of a network on inputs {self.input_shape}"
+        return f"Audit{shape}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each layer."""
+        return [
+            {
+                "layer": row.name,
+                "geometry": geometry(row.layer),
+                "lower": row.bracket.lower,
+                "upper": row.bracket.upper,
+                "LipBound": row.lipbound,
+            }
+            for row in self.layers
+        ]
+
+    def summary(self) -> list[str]:
+        """Return a summary of the network in a few lines."""
+        lines = []
+        if self.steps and self.upper < math.inf:
+            lines.append(
+                f"network: certified Lipschitz constant at most {self.upper:.4g} "
+                f"(10^{log10(self.upper):.2f}){self.within}"
+            )
+        elif self.steps:
+            lines.append(f"network: no bound, because {self.reason}")
+            part = self.bounded_part
+            if part is not None:
+                place = f" ({part.module})" if part.module else ""
+                lines.append(f"bound up to operation {part.name}{place}: {part.lipschitz:.4g}")
+        else:
+            lines.append(f"network: no bound; {self.reason}")
+        if self.error > 0 and self.upper < math.inf:
+            lines.append(
+                f"the network differs by at most {self.error:.2g} from a function with this "
+                f"constant; certify subtracts this difference"
+            )
+        lines += filter(None, self.note.split("; "))
+        if self.floor > 0:
+            lines.append(
+                f"a method that knows only lipbound's limits of the slopes cannot prove less than "
+                f"{self.floor:.4g} (10^{log10(self.floor):.2f})"
+            )
+        if self.lower > 0:
+            lines.append(f"lower bound, the largest Jacobian norm found: {self.lower:.4g}")
+        lines.append(
+            f"product of the layers' bounds, for comparison: {self.product:.4g} "
+            f"(10^{log10(self.product):.2f})"
+        )
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all results as plain data; infinite numbers become ``None``."""
+        return {
+            "input_shape": self.input_shape,
+            "upper": finite(self.upper),
+            "log10_upper": finite(self.log10_upper),
+            "error": finite(self.error),
+            "lower": self.lower,
+            "floor": self.floor,
+            "product": finite(self.product),
+            "domain": self.domain,
+            "reason": self.reason,
+            "note": self.note,
+            "layers": [
+                {
+                    "name": row.name,
+                    "geometry": geometry(row.layer),
+                    **row.bracket.to_dict(),
+                    "lipbound": row.lipbound,
+                }
+                for row in self.layers
+            ],
+            "steps": [
+                {**vars(step), "lipschitz": finite(step.lipschitz), "gain": finite(step.gain)}
+                for step in self.steps
+            ],
+        }
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the audit with pictures as a self-contained HTML page.
+
+        Raises:
+            ImportError: If the packages of the extra ``report`` are missing.
+            OSError: If the file cannot be written.
+        """
+        super().save_html(path)
+
+    def _page(self) -> str:
+        try:  # the report imports the audit
+            page = import_module("lipbound.report.page").page
+            return str(page(self, self.title()))
+        except ImportError as error:
+            raise ImportError(f"{error}; pip install 'lipbound[report]'") from None
+
+    def __repr__(self) -> str:
+        bound = f"upper={self.upper:.5g}, lower={self.lower:.5g}"
+        return f"Audit({bound}, layers={len(self.layers)}, input_shape={self.input_shape})"
+
+    @property
     def bounded_part(self) -> StepReport | None:
         """Return the last operation before the first one without a bound."""
         last = None
@@ -123,3 +239,29 @@ class Audit:
 def joined(*notes: str) -> str:
     """Join the notes that are not empty."""
     return "; ".join(filter(None, notes))
+
+
+def log10(number: float) -> float:
+    """Return the decimal logarithm, −∞ for 0."""
+    return math.log10(number) if number > 0 else -math.inf
+
+
+def geometry(layer: Any) -> str:
+    """Describe a layer: ``16→32 3×3``, ``/2`` for stride, ``·2`` dilation, ``g4`` groups."""
+    if isinstance(layer, nn.Linear):
+        return f"{layer.in_features}→{layer.out_features} linear"
+    if not isinstance(layer, _ConvNd | Convolution):
+        return type(layer).__name__
+    layer = convolution(layer)
+    size = layer.kernel.shape[2:]
+    parts = [f"{layer.in_channels}→{layer.out_channels}", "×".join(map(str, size))]
+    for mark, values in (("/", layer.stride), ("·", layer.dilation)):
+        if any(value != 1 for value in values):
+            parts.append(mark + "×".join(map(str, sorted(set(values)))))
+    if layer.groups > 1:
+        parts.append(f"g{layer.groups}")
+    if layer.transposed:
+        parts.append("transposed")
+    if layer.padding_mode != "zeros":
+        parts.append(layer.padding_mode)
+    return " ".join(parts)

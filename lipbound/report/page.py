@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lipbound import __version__
-from lipbound.network.findings import Audit, LayerReport
+from lipbound.network.findings import Audit, LayerReport, geometry, log10
 from lipbound.network.portraits import portrait
 from lipbound.report.figures import portrait_png
-from lipbound.report.terminal import geometry, log10, summary, within
 from lipbound.runtime import Progress, silent
 
 if TYPE_CHECKING:
@@ -46,8 +45,8 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
     return environment.from_string(template).render(
         title=title,
         audit=audit,
-        summary=summary(audit),
-        within=within(audit),
+        summary=audit.summary(),
+        within=audit.within,
         rows=_rows([row for row in audit.layers if id(row) in kept], pictures),
         left_out=len(audit.layers) - len(kept),
         steps=_steps(audit)[:LISTED],

@@ -15,13 +15,10 @@ from rich.console import Console
 from rich.markup import escape as without_markup
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from lipbound import __version__
 from lipbound.files import printable
-from lipbound.geometry import Convolution, convolution
-from lipbound.network.findings import Audit
+from lipbound.network.findings import Audit, geometry
 
 Record = dict[str, Any]
 
@@ -299,112 +296,10 @@ def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None
     if len(rows) < len(audit.layers):
         left = len(audit.layers) - len(rows)
         console.print(f"{left:,} layers with smaller upper bounds are not shown; --json lists all")
-    for line in summary(audit):
+    for line in audit.summary():
         console.print(escape(line))
-
-
-def summary(audit: Audit) -> list[str]:
-    """Return a summary of the network in a few lines."""
-    lines = []
-    if audit.steps and audit.upper < math.inf:
-        lines.append(
-            f"network: certified Lipschitz constant at most {audit.upper:.4g} "
-            f"(10^{log10(audit.upper):.2f}){within(audit)}"
-        )
-    elif audit.steps:
-        lines.append(f"network: no bound, because {audit.reason}")
-        part = audit.bounded_part
-        if part is not None:
-            place = f" ({part.module})" if part.module else ""
-            lines.append(f"bound up to operation {part.name}{place}: {part.lipschitz:.4g}")
-    else:
-        lines.append(f"network: no bound; {audit.reason}")
-    if audit.error > 0 and audit.upper < math.inf:
-        lines.append(
-            f"the network differs by at most {audit.error:.2g} from a function with this constant; "
-            f"certify subtracts this difference"
-        )
-    lines += filter(None, audit.note.split("; "))
-    if audit.floor > 0:
-        lines.append(
-            f"a method that knows only lipbound's limits of the slopes cannot prove less than "
-            f"{audit.floor:.4g} (10^{log10(audit.floor):.2f})"
-        )
-    if audit.lower > 0:
-        lines.append(f"lower bound, the largest Jacobian norm found: {audit.lower:.4g}")
-    lines.append(
-        f"product of the layers' bounds, for comparison: {audit.product:.4g} "
-        f"(10^{log10(audit.product):.2f})"
-    )
-    return lines
-
-
-def within(audit: Audit) -> str:
-    """Say for which inputs the bounds hold, if not for all."""
-    if audit.domain is None:
-        return ""
-    low, high = audit.domain
-    return f" for inputs in [{low:g}, {high:g}]"
 
 
 def audit_json(audit: Audit, title: str) -> str:
     """Return the audit as JSON; infinite numbers become ``null``."""
-    record = {
-        "source": title,
-        "lipbound": __version__,
-        "input_shape": audit.input_shape,
-        "upper": _finite(audit.upper),
-        "error": _finite(audit.error),
-        "lower": audit.lower,
-        "floor": audit.floor,
-        "product": _finite(audit.product),
-        "domain": audit.domain,
-        "reason": audit.reason,
-        "note": audit.note,
-        "layers": [
-            {
-                "name": row.name,
-                "geometry": geometry(row.layer),
-                "lower": row.bracket.lower,
-                "upper": row.bracket.upper,
-                "frequency": row.bracket.frequency,
-                "lipbound": row.lipbound,
-            }
-            for row in audit.layers
-        ],
-        "steps": [
-            {**vars(step), "lipschitz": _finite(step.lipschitz), "gain": _finite(step.gain)}
-            for step in audit.steps
-        ],
-    }
-    return json.dumps(record, indent=1)
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
-def log10(number: float) -> float:
-    """Return the decimal logarithm, −∞ for 0."""
-    return math.log10(number) if number > 0 else -math.inf
-
-
-def geometry(layer: Any) -> str:
-    """Describe a layer: ``16→32 3×3``, ``/2`` for stride, ``·2`` dilation, ``g4`` groups."""
-    if isinstance(layer, nn.Linear):
-        return f"{layer.in_features}→{layer.out_features} linear"
-    if not isinstance(layer, _ConvNd | Convolution):
-        return type(layer).__name__
-    layer = convolution(layer)
-    size = layer.kernel.shape[2:]
-    parts = [f"{layer.in_channels}→{layer.out_channels}", "×".join(map(str, size))]
-    for mark, values in (("/", layer.stride), ("·", layer.dilation)):
-        if any(value != 1 for value in values):
-            parts.append(mark + "×".join(map(str, sorted(set(values)))))
-    if layer.groups > 1:
-        parts.append(f"g{layer.groups}")
-    if layer.transposed:
-        parts.append("transposed")
-    if layer.padding_mode != "zeros":
-        parts.append(layer.padding_mode)
-    return " ".join(parts)
+    return json.dumps({"source": title, "lipbound": __version__, **audit.to_dict()}, indent=1)

@@ -19,7 +19,7 @@ from lipbound.network.rules import Options, Value, follow
 from lipbound.network.rules.intervals import GROWING, LEAST, ONCE, TWICE
 from lipbound.network.rules.ranges import INTERVALS, Range, Ranges
 from lipbound.report.page import page
-from lipbound.report.terminal import audit_json, summary
+from lipbound.report.terminal import audit_json
 
 
 class Does(nn.Module):
@@ -430,7 +430,7 @@ def test_certificates_of_a_domain_speak_of_inputs_in_it():
 
 def test_the_domain_is_shown():
     found = audit(Does(lambda s, x: x * x), (2,), domain=(-1, 0.5), search=0)
-    assert summary(found)[0].endswith("for inputs in [-1, 0.5]")
+    assert found.summary()[0].endswith("for inputs in [-1, 0.5]")
     assert json.loads(audit_json(found, "square"))["domain"] == [-1.0, 0.5]
     assert "network for inputs in [-1, 0.5]" in page(found, "square")
 

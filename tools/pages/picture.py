@@ -10,8 +10,8 @@ import torch
 from lipbound import audit, bracket, symbol
 from lipbound import exact as true_norm
 from lipbound.modules import input_shapes
+from lipbound.network.findings import geometry
 from lipbound.report.figures import canvas, save
-from lipbound.report.terminal import geometry
 from lipbound.robust.models import digits as demo
 from tools.pages import DOCS
 

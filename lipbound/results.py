@@ -1,0 +1,152 @@
+"""Results that print as a short table, show in a notebook and convert to plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lipbound.files import check_writable, printable, write
+
+Row = Mapping[str, Any]
+LONGEST = 20  # rows of a printed table
+
+STYLE = "text-align:right;padding:.2rem .6rem;white-space:nowrap"
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; }}
+body {{ padding: 0 1rem; }}
+div {{ overflow-x: auto; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+class Result:
+    """A result with a title, rows and a summary.
+
+    ``print`` shows it as a table of at most 20 rows, a notebook as HTML.
+    """
+
+    def title(self) -> str:
+        """Return the name of the result."""
+        return type(self).__name__
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the table, each with the same names."""
+        raise NotImplementedError
+
+    def summary(self) -> list[str]:
+        """Return the main results, one sentence each."""
+        return []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all results as plain data that JSON can hold: numbers, texts, lists and dicts."""
+        raise NotImplementedError
+
+    def to_frame(self) -> Any:
+        """Return the rows as a ``pandas.DataFrame``.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            raise ImportError("to_frame needs pandas; pip install pandas, or use rows()") from None
+        return pandas.DataFrame(self.rows())
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the whole result as a self-contained HTML page.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        check_writable(Path(path))
+        write(Path(path), self._page().encode())
+
+    def _page(self) -> str:
+        body = _html(self.rows(), self.summary())
+        return PAGE.format(title=escape(printable(self.title())), body=body)
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        lines = [printable(self.title()), *_table(rows[:LONGEST])]
+        if len(rows) > LONGEST:
+            lines.append(f"... and {len(rows) - LONGEST:,} more rows; rows() returns all")
+        return "\n".join([*lines, *map(printable, self.summary())])
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        said = self.summary()
+        if len(rows) > LONGEST:
+            said = [f"{len(rows) - LONGEST:,} more rows are not shown; rows() returns all", *said]
+        heading = f"<strong>{escape(printable(self.title()))}</strong>"
+        return heading + _html(rows[:LONGEST], said)
+
+
+def shown(value: Any) -> str:
+    """Format a number with five digits; ``None`` becomes an empty text.
+
+    Example:
+        >>> shown(0.123456789), shown(None), shown(12), shown("conv")
+        ('0.12346', '', '12', 'conv')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    return printable(str(value))
+
+
+def finite(number: float) -> float | None:
+    """Return a number, or ``None`` for an infinite one, which JSON does not have."""
+    return float(number) if math.isfinite(number) else None
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a plain table; texts are on the left, numbers on the right."""
+    if not rows:
+        return []
+    names = list(rows[0])
+    cells = [names, *([shown(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    left = [all(isinstance(row[name], str) for row in rows) for name in names]
+    return [
+        "  ".join(
+            text.ljust(width) if side else text.rjust(width)
+            for text, width, side in zip(line, widths, left, strict=True)
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _html(rows: Sequence[Row], said: Sequence[str]) -> str:
+    sentences = "".join(f"<p>{escape(printable(text))}</p>" for text in said)
+    if not rows:
+        return sentences
+    head = "".join(f'<th style="{STYLE}">{escape(name)}</th>' for name in rows[0])
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td style="{STYLE}">{escape(shown(value))}</td>' for value in row.values())
+        + "</tr>"
+        for row in rows
+    )
+    return f"<div><table><tr>{head}</tr>{body}</table></div>{sentences}"

@@ -1,0 +1,85 @@
+"""Results print as tables, show in a notebook and convert to plain data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lipbound import audit, bracket, certified_accuracy
+from lipbound.network.findings import Audit, LayerReport
+
+EVIL = "<script>alert(1)</script>\x1b[2J"
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)).eval()
+
+
+def results():
+    model = network()
+    found = audit(model, (1, 8, 8), search=1)
+    data = [(torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2]))]
+    return {
+        "audit": found,
+        "without a shape": audit(model),
+        "bracket": bracket(model[0]),
+        "accuracy": certified_accuracy(model, found, data, [0.001, 0.1]),
+    }
+
+
+RESULTS = results()
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_result_prints_shows_and_converts(name, tmp_path):
+    result = RESULTS[name]
+    assert all(len(line) <= 100 for line in str(result).splitlines())
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert result._repr_html_().count("<tr>") == len(result.rows()) + 1
+    assert "tensor(" not in str(result)
+    result.save_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "http-equiv" in page
+
+
+def test_an_audit_prints_its_layers_and_its_bound():
+    lines = str(RESULTS["audit"]).splitlines()
+    assert lines[1].split() == ["layer", "geometry", "lower", "upper", "LipBound"]
+    assert lines[2].split()[:3] == ["0", "1→2", "3×3"]
+    assert "network: certified Lipschitz constant at most" in str(RESULTS["audit"])
+    assert repr(RESULTS["audit"]).startswith("Audit(upper=")
+    assert "certified, relative width" in str(RESULTS["bracket"])
+
+
+def test_a_long_table_is_cut_and_says_so():
+    one = LayerReport("conv", network()[0], RESULTS["bracket"], None)
+    found = Audit((one,) * 30, 1.0, 0.0, "", (), 1.0, None)
+    assert "... and 10 more rows; rows() returns all" in str(found)
+    assert "10 more rows are not shown" in found._repr_html_()
+
+
+def test_names_from_a_model_are_text():
+    one = LayerReport(EVIL, network()[0], RESULTS["bracket"], None)
+    found = Audit((one,), 1.0, 0.0, EVIL, (), 1.0, None, note=EVIL)
+    assert "\x1b" not in str(found) + found._repr_html_()
+    assert "<script>" not in found._repr_html_()
+
+
+def test_a_frame_has_the_rows(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    assert RESULTS["audit"].to_frame() == RESULTS["audit"].rows()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        RESULTS["audit"].to_frame()
+
+
+def test_a_page_that_cannot_be_written(tmp_path):
+    with pytest.raises(OSError, match="it is a folder"):
+        RESULTS["bracket"].save_html(tmp_path)
