@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ for command in (audit, train, attack, certify, reproduce, bench):
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and raise usage errors as a one-line ``ValueError``."""
     command = typer.main.get_command(app)
+    _show_flags_without_type(command)
     try:
         return command.main(list(arguments), "lipbound", standalone_mode=False) or 0
     except Exception as error:
@@ -44,6 +45,17 @@ def run(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "Abort":
             raise KeyboardInterrupt from None
         raise
+
+
+def _show_flags_without_type(command: Any) -> None:
+    """A flag takes no value, so its help names no type."""
+    for each in (command, *getattr(command, "commands", {}).values()):
+        for option in each.params:
+            if getattr(option, "is_flag", False):
+                option.metavar = ""
+        about = each.get_help_option(each.context_class(each))
+        if about is not None:
+            about.metavar = ""
 
 
 def _value(error: Exception, arguments: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lipbound.files import check_writable
 from lipbound.weights import check_file, is_weights
 
 DATA = Annotated[str | None, typer.Option(help="Data set. Default: the one of the training run.")]
@@ -35,6 +36,14 @@ def check_source(source: str) -> None:
     path = Path(source)
     if is_weights(path):
         check_file(path)
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Check that the output files can be written, and say which folders are made for them."""
+    for folder in dict.fromkeys(path.parent for path in paths if path is not None):
+        if not folder.exists():
+            typer.echo(f"lipbound: making the folder {str(folder)!r}", err=True)
+    check_writable(*paths)
 
 
 def check_plot(plot: Path | None) -> None:

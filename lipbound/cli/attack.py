@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from lipbound.cli.arguments import DATA, DEVICE, FOLDER, JSON, OUT, PLOT, check_numbers, check_plot
+from lipbound.cli.arguments import (
+    DATA,
+    DEVICE,
+    FOLDER,
+    JSON,
+    OUT,
+    PLOT,
+    check_numbers,
+    check_outputs,
+    check_plot,
+)
 
 
 def attack(
@@ -73,14 +83,14 @@ def attack(
     plot: PLOT = None,
 ) -> None:
     """Measure accuracy under attack, and warn if an attack looks too weak to be trusted."""
-    from lipbound.files import append, check_writable
+    from lipbound.files import append
     from lipbound.weights import check_file
 
     if not checkpoint.is_dir():  # a folder means all networks of the run
         check_file(checkpoint)
     check_numbers(count=count, jacobians=jacobians)
     check_plot(plot)
-    check_writable(out, plot)
+    check_outputs(out, plot)
     from lipbound.report.terminal import attack_table, echo
     from lipbound.robust.attacks.plan import Plan
     from lipbound.robust.data import data_set

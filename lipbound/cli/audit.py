@@ -13,12 +13,13 @@ from lipbound.cli.arguments import (
     bar,
     check_effort,
     check_numbers,
+    check_outputs,
     check_report,
     check_source,
     domain_of,
     input_shape_of,
 )
-from lipbound.files import check_writable, write
+from lipbound.files import write
 
 if TYPE_CHECKING:
     from lipbound import Audit
@@ -97,7 +98,7 @@ def audit(
     check_source(source)
     if html is not None and html.exists() and os.path.exists(source) and html.samefile(source):
         raise ValueError(f"--html {str(html)!r} would overwrite the weights; choose another file")
-    check_writable(html)
+    check_outputs(html)
     check_report(html)
     check_effort(effort)
     check_numbers(fail_above=fail_above, minutes=minutes)

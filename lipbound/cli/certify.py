@@ -20,6 +20,7 @@ from lipbound.cli.arguments import (
     bar,
     check_effort,
     check_numbers,
+    check_outputs,
     check_plot,
     check_report,
 )
@@ -67,7 +68,7 @@ def certify(
     ] = None,
 ) -> None:
     """Prove which test images keep their class within a radius, and attack some for comparison."""
-    from lipbound.files import append, check_writable, write
+    from lipbound.files import append, write
     from lipbound.weights import check_file
 
     if not checkpoint.is_dir():
@@ -83,7 +84,7 @@ def certify(
     check_effort(effort)
     check_plot(plot)
     check_report(html)
-    check_writable(out, plot, html)
+    check_outputs(out, plot, html)
     from lipbound.report.certificates import certificate_table
     from lipbound.report.terminal import echo
     from lipbound.robust.certification import certification

@@ -7,7 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from lipbound.cli.arguments import DEVICE, FOLDER, PLOT, check_numbers, check_plot, check_report
+from lipbound.cli.arguments import (
+    DEVICE,
+    FOLDER,
+    PLOT,
+    check_numbers,
+    check_outputs,
+    check_plot,
+    check_report,
+)
 
 
 def reproduce(
@@ -44,7 +52,6 @@ def reproduce(
 ) -> None:
     """Compute a figure or table of the paper again, and write its data, figure and report."""
     check_numbers(minutes=minutes)
-    from lipbound.files import check_writable
     from lipbound.paper import reproduce as steps
     from lipbound.paper.request import Request
     from lipbound.report.terminal import TrainingView, echo
@@ -61,7 +68,7 @@ def reproduce(
     }  # fmt: skip
     _check(name, names, {option: value for option, value in given.items() if value}, tiny)
     check_report(out)
-    check_writable(*(out / f"{each}.json" for each in names))
+    check_outputs(*(out / f"{each}.json" for each in names))
     for each in names:
         record = steps.run(each, request)
         steps.save(record, out)
@@ -106,12 +113,12 @@ def bench(
     plot: PLOT = None,
 ) -> None:
     """Measure the time of LipBound, its gradient and other methods on whole networks."""
-    from lipbound.files import append, check_writable, read
+    from lipbound.files import append, read
     from lipbound.paper.speed import METHODS, NAMES, speed
     from lipbound.report.terminal import speed_table
 
     check_plot(plot)
-    check_writable(out, plot)
+    check_outputs(out, plot)
     names, methods = network or list(NAMES), method or list(METHODS)
     records = [
         r for r in (read(out) if out else []) if r.get("network") in names and "milliseconds" in r
