@@ -27,8 +27,21 @@ EFFORT = Annotated[
 ]
 FOLDER = Annotated[Path | None, typer.Option(help="Folder that holds the image data.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
+MODEL = Annotated[
+    str | None,
+    typer.Option(
+        help="Architecture of a weights file that lipbound did not write: a model's name, "
+        "package.module:FACTORY or path/to/file.py:FACTORY. It gets pixels between 0 and 1, so it "
+        "must normalize them itself. Needs --data."
+    ),
+]
 OUT = Annotated[Path | None, typer.Option(help="Append the record to this JSON Lines file.")]
 PLOT = Annotated[Path | None, typer.Option(help="Draw a figure to this .svg or .png file.")]
+
+
+def say(line: str) -> None:
+    """Tell the user something on standard error."""
+    typer.echo(f"lipbound: {line}", err=True)
 
 
 def check_source(source: str) -> None:
@@ -42,7 +55,7 @@ def check_outputs(*paths: Path | None) -> None:
     """Check that the output files can be written, and say which folders are made for them."""
     for folder in dict.fromkeys(path.parent for path in paths if path is not None):
         if not folder.exists():
-            typer.echo(f"lipbound: making the folder {str(folder)!r}", err=True)
+            say(f"making the folder {str(folder)!r}")
     check_writable(*paths)
 
 

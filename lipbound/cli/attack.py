@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,19 +12,26 @@ from lipbound.cli.arguments import (
     DEVICE,
     FOLDER,
     JSON,
+    MODEL,
     OUT,
     PLOT,
     check_numbers,
     check_outputs,
     check_plot,
+    check_source,
+    say,
 )
 
 
 def attack(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(help="Folder of a training run, or one of its .safetensors files."),
+        str,
+        typer.Argument(
+            help="Folder of a training run, one of its .safetensors files, or the weights of "
+            "another network (with --model)."
+        ),
     ],
+    model: MODEL = None,
     attacks: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,29 +90,26 @@ def attack(
 ) -> None:
     """Measure accuracy under attack, and warn if an attack looks too weak to be trusted."""
     from lipbound.files import append
-    from lipbound.weights import check_file
 
-    if not checkpoint.is_dir():  # a folder means all networks of the run
-        check_file(checkpoint)
+    check_source(checkpoint)
     check_numbers(count=count, jacobians=jacobians)
     check_plot(plot)
     check_outputs(out, plot)
+    from lipbound.cli.models import evaluated
     from lipbound.report.terminal import attack_table, echo
     from lipbound.robust.attacks.plan import Plan
-    from lipbound.robust.data import data_set
-    from lipbound.robust.training.assess import assess, networks
+    from lipbound.robust.training.assess import assess
     from lipbound.robust.training.distributed import team
+    from lipbound.robust.training.settings import Settings
 
-    paths = networks(checkpoint)
-    trained = paths[0].settings
+    paths, images, name = evaluated(checkpoint, model, data, folder, count, say)
+    trained = paths[0].settings or Settings()
     plan = Plan(
         attacks=tuple(attacks or ["pgd"]), ball=ball or trained.ball,
         radius=trained.radius if radius is None else radius, step=step, iterations=iterations,
         restarts=restarts, loss=loss, decay=decay, radii=tuple(l2_radius or (0.6, 0.8)),
         batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
     )  # fmt: skip
-    name = data or trained.data
-    images = data_set(name, folder).test_images(count)
     records = []
     with team(device) as who:
         for path in paths:

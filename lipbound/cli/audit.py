@@ -18,6 +18,7 @@ from lipbound.cli.arguments import (
     check_source,
     domain_of,
     input_shape_of,
+    say,
 )
 from lipbound.files import write
 
@@ -108,7 +109,7 @@ def audit(
     from lipbound.report.terminal import audit_json, audit_table, echo
     from lipbound.runtime import pick_device
 
-    network, shape, name = network_or_weights(source, model, _say)
+    network, shape, name = network_or_weights(source, model, say)
     alone = isinstance(network, dict)  # kernels without an architecture
     geometry = {"stride": stride, "dilation": dilation, "groups": groups}
     how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
@@ -143,10 +144,6 @@ def audit(
     _judge(max(r.bracket.upper for r in found.layers) if alone else found.upper, fail_above, found)
 
 
-def _say(line: str) -> None:
-    typer.echo(f"lipbound: {line}", err=True)
-
-
 def _audit_network(
     network: Any, shape: tuple[int, ...] | None, device: str | None, how: dict[str, Any]
 ) -> Audit:
@@ -161,7 +158,7 @@ def _audit_network(
         network = network.to(pick_device(device))
     if shape is None:
         shape = guessed_shape(network)
-        _say(f"assumed --input {','.join(map(str, shape))}, which the network takes")
+        say(f"assumed --input {','.join(map(str, shape))}, which the network takes")
     else:  # checked first, because the layers can take minutes
         like = next(network.parameters(), torch.zeros(()))
         check_takes(network, like.new_zeros((1, *shape)))
@@ -172,9 +169,9 @@ def _judge(worst: float, limit: float | None, found: Audit) -> None:
     """Exit with code 1 if the bound is above the limit, or if there is none."""
     if worst == float("inf") and found.log10_upper == worst:
         also = "" if limit is None else f", so --fail-above {limit:g} fails"
-        _say(f"there is no bound of the whole network{also}")
+        say(f"there is no bound of the whole network{also}")
     elif limit is not None and worst > limit:
-        _say(f"the bound {worst:.6g} is above {limit:g}")
+        say(f"the bound {worst:.6g} is above {limit:g}")
     else:
         return
     raise typer.Exit(1)

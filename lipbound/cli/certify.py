@@ -15,6 +15,7 @@ from lipbound.cli.arguments import (
     EFFORT,
     FOLDER,
     JSON,
+    MODEL,
     OUT,
     PLOT,
     bar,
@@ -23,6 +24,8 @@ from lipbound.cli.arguments import (
     check_outputs,
     check_plot,
     check_report,
+    check_source,
+    say,
 )
 
 ARITHMETICS = ("real", "float64", "float32")
@@ -31,11 +34,13 @@ RADII = ("36/255", "72/255", "108/255")
 
 def certify(
     checkpoint: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="Folder of a training run (its final network), or one of its .safetensors files."
+            help="Folder of a training run (its final network), one of its .safetensors files, or "
+            "the weights of another network (with --model)."
         ),
     ],
+    model: MODEL = None,
     radius: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,10 +74,8 @@ def certify(
 ) -> None:
     """Prove which test images keep their class within a radius, and attack some for comparison."""
     from lipbound.files import append, write
-    from lipbound.weights import check_file
 
-    if not checkpoint.is_dir():
-        check_file(checkpoint)
+    check_source(checkpoint)
     radii = [radius_of(text) for text in radius or RADII]
     check_numbers(count=count, attacked=attacked)
     if batch < 1:
@@ -85,16 +88,14 @@ def certify(
     check_plot(plot)
     check_report(html)
     check_outputs(out, plot, html)
+    from lipbound.cli.models import evaluated
     from lipbound.report.certificates import certificate_table
     from lipbound.report.terminal import echo
     from lipbound.robust.certification import certification
-    from lipbound.robust.data import data_set
-    from lipbound.robust.training.assess import networks
     from lipbound.runtime import pick_device
 
-    network = networks(checkpoint)[-1]  # the final one of a run
-    name = data or network.settings.data
-    images = data_set(name, folder).test_images(count)
+    found, images, name = evaluated(checkpoint, model, data, folder, count, say)
+    network = found[-1]  # the final one of a run
     record = certification(
         network, images, radii, pick_device(device),
         arithmetic=arithmetic, effort=effort, attacked=attacked, batch=batch, progress=bar,

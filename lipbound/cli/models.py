@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.modules import check_takes
+from lipbound.robust.data import DATA, data_set
 from lipbound.robust.models import MODELS, digits
 from lipbound.robust.training import checkpoints
-from lipbound.robust.training.trained import load_trained
+from lipbound.robust.training.assess import networks
+from lipbound.robust.training.trained import Trained, load_trained
 from lipbound.weights import SAFE, Say, is_weights, parametrized, read_weights, silent
 
 LIBRARIES = {"torchvision": "torchvision.models", "timm": "timm"}
@@ -61,6 +63,42 @@ def network_or_weights(
             f"layers cannot be bounded without it; give the architecture with --model"
         )
     return weights, None, path.name
+
+
+def evaluated(
+    source: str,
+    model: str | None,
+    data: str | None,
+    folder: Path | None,
+    count: int,
+    say: Say = silent,
+) -> tuple[list[Trained], tuple[Tensor, Tensor], str]:
+    """Return the networks to attack or certify, test images with labels, and the data's name.
+
+    Args:
+        source: Folder or file of a training run; or a factory, or a file of weights with a model.
+        model: A model's name or a factory.
+        data: The data set. Default: the one of the training run.
+        folder: Folder of the image data.
+        count: Number of images; 0 for all.
+        say: Called with what was changed in the weights' names.
+    """
+    path = Path(source)
+    if model is None and (path.exists() or ":" not in source):
+        found = networks(path)
+        assert found[0].settings is not None
+        name = data or found[0].settings.data
+        return found, data_set(name, folder).test_images(count), name
+    if data is None:
+        raise ValueError(
+            f"--data is needed, because lipbound did not train {model or source!r}; choose one of "
+            f"{', '.join(DATA)}"
+        )
+    network, _, _ = network_or_weights(source, model, say)
+    images = data_set(data, folder).test_images(count)
+    shape = tuple(images[0].shape[1:])
+    check_takes(network, next(network.parameters(), torch.zeros(())).new_zeros((1, *shape)))
+    return [Trained(path, None, network.eval(), shape, name=model or "")], images, data
 
 
 def _usual(name: str, network: nn.Module) -> tuple[int, ...] | None:
@@ -106,7 +144,7 @@ def trained(path: Path) -> tuple[nn.Module, tuple[int, ...], str] | None:
     if about is None or "classes" not in about:
         return None
     found = load_trained(path)
-    title = f"{found.settings.model}, {found.settings.arm}, {path.name}"
+    title = ", ".join(found.names[key] for key in ("model", "arm", "checkpoint"))
     return found.model, found.input_shape, title
 
 

@@ -222,7 +222,8 @@ def titled(title: str) -> Table:
 
 def title_of(record: Record) -> str:
     """Name the network and the data of a record of ``attack`` or ``certify``."""
-    return f"{record['model']}, {record['arm']}, {record['checkpoint']} on {record['data']}"
+    parts = (record["model"], record["arm"], record["checkpoint"])
+    return f"{', '.join(filter(None, parts))} on {record['data']}"
 
 
 def attack_table(record: Record) -> None:

@@ -82,9 +82,7 @@ def certification(
         found = certified_accuracy(model, bounds, batches, radii, arithmetic)
     record = {
         "experiment": "certify",
-        "checkpoint": network.path.name,
-        "arm": network.settings.arm,
-        "model": network.settings.model,
+        **network.names,
         "arithmetic": found.arithmetic,
         "effort": effort,
         "rounding": None if found.errors is None else _finite(float(found.errors.median())),

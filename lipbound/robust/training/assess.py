@@ -97,9 +97,7 @@ def assess(
         }
     return {
         "experiment": "attack",
-        "checkpoint": network.path.name,
-        "arm": network.settings.arm,
-        "model": network.settings.model,
+        **network.names,
         "plan": vars(plan),
         **record,
         **provenance(str(device), plan.seed),

@@ -84,15 +84,24 @@ class Trained:
 
     Attributes:
         path: File of the network.
-        settings: Settings of the training run.
+        settings: Settings of the training run; ``None`` for a network of another training.
         model: The network, in eval mode.
         input_shape: Shape of one image.
+        name: Name of the architecture.
     """
 
     path: Path
-    settings: Settings
+    settings: Settings | None
     model: nn.Module
     input_shape: tuple[int, ...]
+    name: str = ""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return what a record says of the network."""
+        arm = self.settings.arm if self.settings else ""
+        model = self.settings.model if self.settings else self.name
+        return {"checkpoint": self.path.name, "arm": arm, "model": model}
 
 
 def load_trained(path: Path) -> Trained:
@@ -106,7 +115,8 @@ def load_trained(path: Path) -> Trained:
     except ValueError as error:
         raise ValueError(
             f"{error}; use an intact best.safetensors or final.safetensors of lipbound train; "
-            f"for a network of your own, call lipbound.audit and lipbound.certify in Python"
+            f"for another network give its architecture with --model, for example "
+            f"--model path/to/file.py:FACTORY"
         ) from None
     if "classes" not in about:
         raise ValueError(f"{str(path)!r} is a checkpoint; use best or final.safetensors")
