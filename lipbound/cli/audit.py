@@ -106,7 +106,8 @@ def audit(
     limits = None if domain is None else domain_of(domain)
     from lipbound.cli.models import network_or_weights
     from lipbound.network.audits import audit_weights
-    from lipbound.report.terminal import audit_json, audit_table, echo
+    from lipbound.network.findings import audit_json
+    from lipbound.report.terminal import audit_table, echo
     from lipbound.runtime import pick_device
 
     network, shape, name = network_or_weights(source, model, say)

@@ -176,6 +176,9 @@ def _with_upper(
         if not isinstance(report.layer, _BatchNorm):
             options.keep(report.layer, report.bracket)
     found = compose(graph, options, progress)
+    if found.upper < math.inf:  # of single operations, because sums of layers may exceed 1
+        limited = replace(options, effort="low", limit=1.0, notes={})
+        found = replace(found, at_one=compose(graph, limited).upper)
     if domain is not None and found.upper < math.inf:
         found = replace(
             found,

@@ -58,6 +58,7 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
             found = tree_map(_alone, found)
         values[call.name] = found
     steps = _kept(graph, values)
+    sources = _sources(graph, {call.name for call in steps})
     ops = {call.name: call.op for call in graph.calls}
     reports = []
     for call in steps:
@@ -66,7 +67,7 @@ def compose(graph: Graph, options: Options, progress: Progress = silent) -> Audi
         base = max(inputs) if value.linear is None else value.linear.anchor.lipschitz
         reports.append(
             StepReport(
-                call.name, _shown(call, ops), call.module, tuple(call.references()),
+                call.name, _shown(call, ops), call.module, sources[call.name],
                 value.shape[1:], value.lipschitz,
                 value.lipschitz / base if 0 < base < math.inf else math.nan,
                 value.why if value.lipschitz == math.inf else "",
@@ -201,6 +202,18 @@ def _shown(call: Call, ops: dict[str, str]) -> str:
     """Return the operation's name; for one of several results, that of their operation."""
     op = ops.get(call.references()[0], call.op) if call.op == "getitem" else call.op
     return "aten.batch_norm" if "batch_norm" in op else op
+
+
+def _sources(graph: Graph, kept: set[str]) -> dict[str, tuple[str, ...]]:
+    """Return the inputs and the kept calls that each call reads, through calls that are not."""
+    found: dict[str, tuple[str, ...]] = {name: () for name in graph.inputs}
+    for call in graph.calls:
+        read = [
+            (name,) if name in kept or name in graph.inputs else found[name]
+            for name in call.references()
+        ]
+        found[call.name] = tuple(dict.fromkeys(name for names in read for name in names))
+    return found
 
 
 def _kept(graph: Graph, values: dict[str, Any]) -> list[Call]:

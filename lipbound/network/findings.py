@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from lipbound import __version__
 from lipbound.bounds import Bracket
 from lipbound.geometry import Convolution, convolution
 from lipbound.results import Result, finite
@@ -41,7 +43,7 @@ class StepReport:
         name: Name of its result.
         op: Name of the operation.
         module: Path of the module it belongs to.
-        inputs: Names of the values it reads.
+        inputs: Names of the network's inputs and of the earlier operations that it reads.
         shape: Shape of its result, without the batch axis.
         lipschitz: Lipschitz bound of the map from the network's input to its result.
         gain: ``lipschitz`` divided by the largest ``lipschitz`` of its inputs.
@@ -86,6 +88,8 @@ class Audit(Result):
             ``effort='high'`` looks for one.
         pairs: Certified bounds on the Lipschitz constants of the differences of two outputs,
             ``(classes, classes)``, if ``effort='high'`` proved them.
+        at_one: Bound of the network if every convolution and Linear layer had a norm of at most 1
+            and nothing else changed; ∞ if it is not known.
         above: log10 of a bound that is above the largest float64, so that ``upper`` is ∞.
         domain: Limits of the inputs for which the bounds hold; ``None`` if they hold for every
             input.
@@ -109,6 +113,7 @@ class Audit(Result):
     pairs: Tensor | None = None
     domain: tuple[float, float] | None = None
     above: float = math.inf
+    at_one: float = math.inf
 
     @property
     def log10_upper(self) -> float:
@@ -187,6 +192,7 @@ class Audit(Result):
             "lower": self.lower,
             "floor": self.floor,
             "product": finite(self.product),
+            "at_one": finite(self.at_one),
             "domain": self.domain,
             "reason": self.reason,
             "note": self.note,
@@ -265,3 +271,8 @@ def geometry(layer: Any) -> str:
     if layer.padding_mode != "zeros":
         parts.append(layer.padding_mode)
     return " ".join(parts)
+
+
+def audit_json(audit: Audit, title: str) -> str:
+    """Return the audit as JSON; infinite numbers become ``null``."""
+    return json.dumps({"source": title, "lipbound": __version__, **audit.to_dict()}, indent=1)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Container
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lipbound import __version__
-from lipbound.network.findings import Audit, LayerReport, geometry, log10
+from lipbound.network.advice import advice, blocks, contributions
+from lipbound.network.findings import Audit, LayerReport, audit_json, geometry, log10
 from lipbound.network.portraits import portrait
 from lipbound.report.figures import portrait_png
 from lipbound.runtime import Progress, silent
@@ -37,7 +40,7 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
     data = resources.files("lipbound") / "data"
     template, script = (data.joinpath(n).read_text("utf-8") for n in ("page.html", "page.js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "power": power}
+    environment.filters |= {"number": number, "power": power, "parts": parts}
     drawn = sorted(audit.layers, key=lambda row: -row.bracket.upper)
     kept = {id(row) for row in drawn[:LISTED]}
     convolutions = [row for row in drawn if row.lipbound is not None][:DRAWN]
@@ -47,7 +50,10 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
         audit=audit,
         summary=audit.summary(),
         within=audit.within,
-        rows=_rows([row for row in audit.layers if id(row) in kept], pictures),
+        rows=_rows(audit, kept, pictures),
+        advice=advice(audit),
+        blocks=blocks(audit)[:LISTED],
+        files=_files(audit, title),
         left_out=len(audit.layers) - len(kept),
         steps=_steps(audit)[:LISTED],
         bounded=math.isfinite(audit.upper) and bool(audit.steps),
@@ -79,14 +85,53 @@ def power(value: float) -> Markup:
     return Markup(f"{digits} · 10<sup>{int(exponent)}</sup>")
 
 
-def _rows(layers: Sequence[LayerReport], pictures: dict[str, str | None]) -> list[dict[str, Any]]:
+def parts(name: str) -> Markup:
+    """Let a long name wrap at its dots, and nowhere else."""
+    from markupsafe import Markup, escape
+
+    return Markup(".<wbr>").join(escape(part) for part in name.split("."))
+
+
+def _files(audit: Audit, title: str) -> dict[str, str]:
+    """Return the audit as JSON and its layers as CSV, each as the address of a download."""
+    table = io.StringIO()
+    names = ["layer", "geometry", "lower", "upper", "LipBound"]
+    writer = csv.DictWriter(table, names)
+    writer.writeheader()
+    writer.writerows({k: _cell(v) for k, v in row.items()} for row in audit.rows())
+    found = {"audit.json": audit_json(audit, title), "layers.csv": table.getvalue()}
+    return {
+        name: "data:application/octet-stream;base64," + base64.b64encode(text.encode()).decode()
+        for name, text in found.items()
+    }
+
+
+def _cell(value: Any) -> Any:
+    """Return a cell of a CSV file; a spreadsheet would compute a text that begins like a formula.
+
+    Example:
+        >>> _cell("=1+1"), _cell("conv1"), _cell(-1.5)
+        ("'=1+1", 'conv1', -1.5)
+    """
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
+
+
+def _rows(
+    audit: Audit, kept: Container[int], pictures: dict[str, str | None]
+) -> list[dict[str, Any]]:
+    """Return the layers that are listed, the largest contribution first."""
+    places = {id(row): place for place, row in enumerate(audit.layers)}
+    layers = [row for row, _ in contributions(audit) if id(row) in kept]
     largest = max([row.lipbound or row.bracket.upper for row in layers], default=1.0) or 1.0
+    whole = sum(max(0.0, power) for _, power in contributions(audit)) or 1.0
 
     def share(value: float | None) -> float:
         return 0.0 if not value else max(0.4, 100 * math.log1p(value) / math.log1p(largest))
 
     return [
         {
+            "place": places[id(row)],
+            "part": 100 * max(0.0, log10(row.bracket.upper)) / whole,
             "name": row.name,
             "geometry": geometry(row.layer),
             "lower": row.bracket.lower,

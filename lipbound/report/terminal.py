@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -16,7 +15,6 @@ from rich.markup import escape as without_markup
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lipbound import __version__
 from lipbound.files import printable
 from lipbound.network.findings import Audit, geometry
 
@@ -299,8 +297,3 @@ def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None
         console.print(f"{left:,} layers with smaller upper bounds are not shown; --json lists all")
     for line in audit.summary():
         console.print(escape(line))
-
-
-def audit_json(audit: Audit, title: str) -> str:
-    """Return the audit as JSON; infinite numbers become ``null``."""
-    return json.dumps({"source": title, "lipbound": __version__, **audit.to_dict()}, indent=1)

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from lipbound import audit, certify, ordinary_kernels
 from lipbound.network.composition import compose
+from lipbound.network.findings import audit_json
 from lipbound.network.graph import Graph, capture
 from lipbound.network.jacobian import norms_by_rows
 from lipbound.network.rules import Options, Value, follow
 from lipbound.network.rules.intervals import GROWING, LEAST, ONCE, TWICE
 from lipbound.network.rules.ranges import INTERVALS, Range, Ranges
 from lipbound.report.page import page
-from lipbound.report.terminal import audit_json
 
 
 class Does(nn.Module):

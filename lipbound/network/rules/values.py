@@ -39,6 +39,7 @@ class Options:
         notes: Assumptions to report to the user.
         domain: Limits of the inputs' entries; ``None`` for any input.
         ranges: Ranges of the network's values, as far as they are known.
+        limit: Norm to assume for layers whose norm is larger.
     """
 
     rtol: float = 1e-3
@@ -48,6 +49,7 @@ class Options:
     notes: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     domain: tuple[float, float] | None = None
     ranges: Ranges | None = field(default=None, compare=False, repr=False)
+    limit: float = math.inf
 
     def keep(self, layer: Layer, found: Bracket) -> None:
         """Store a layer's interval, so that an equal layer in the graph needs no second search."""
@@ -116,7 +118,7 @@ class Linear:
         """
         zeros = self.conv.padding_mode == "zeros"
         operator = replace(self.conv, input_size=None) if zeros else self.conv
-        upper = layer_bracket(operator, self.options).upper
+        upper = min(layer_bracket(operator, self.options).upper, self.options.limit)
         return up(upper * (1 + 2.0**-40) + self.slack)
 
 
