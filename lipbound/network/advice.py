@@ -69,7 +69,7 @@ def advice(audit: Audit) -> list[str]:
     names = [f"{row.name or 'the layer'} ({row.bracket.upper:.3g})" for row, _ in plain[:count]]
     said = [
         f"Half of the product of all norms above 1 comes from {count} of {len(plain)} layers: "
-        f"{', '.join(names[:MOST])}{', ...' if count > MOST else ''}."
+        f"{_some(names)}."
     ]
     if audit.at_one < math.inf:
         left = " with the BatchNorm layers as they are" if norms else ""
@@ -79,17 +79,21 @@ def advice(audit: Audit) -> list[str]:
             f"{left}."
         )
     if norms:
-        shown = ", ".join(norms[:MOST]) + (", ..." if len(norms) > MOST else "")
         said.append(
             f"{len(norms)} BatchNorm {'layers amplify' if len(norms) > 1 else 'layer amplifies'} "
-            f"({shown}), and constrain does not limit BatchNorm: leave it out of a network that "
-            f"needs a small bound."
+            f"({_some(norms)}), and constrain does not limit BatchNorm: leave it out of a network "
+            f"that needs a small bound."
         )
     said.append(
         "To lower the norms while you train, add lipbound.Penalty(model) to the loss. Certified "
         "radii far from 0 need a network trained for them: lipbound train --arm certified."
     )
     return said
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more
 
 
 def _log10(number: float) -> float:

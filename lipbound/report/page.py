@@ -8,6 +8,7 @@ import hashlib
 import io
 import math
 from collections.abc import Container
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -68,20 +69,32 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
     )
 
 
-def number(value: float | None) -> str:
-    """Format a number with four digits; ``None`` becomes an empty string."""
+ROUNDINGS = {"nearest": ROUND_HALF_EVEN, "up": ROUND_CEILING, "down": ROUND_FLOOR}
+
+
+def number(value: float | None, rounding: str = "nearest") -> str:
+    """Format a number with four digits; ``None`` becomes an empty string.
+
+    Example:
+        >>> number(10.7003), number(10.7003, "up"), number(0.02), number(1.5e7)
+        ('10.70', '10.71', '0.02000', '1.500e+07')
+    """
     if value is None:
         return ""
-    return f"{value:.4g}" if math.isfinite(value) else "∞"
+    if not math.isfinite(value):
+        return "∞"
+    digits = Context(prec=4, rounding=ROUNDINGS[rounding]).create_decimal(value)
+    return f"{float(digits):#.4g}" if digits else "0"
 
 
 def power(value: float) -> Markup:
-    """Format a large or small number as a·10^b."""
+    """Format a large or small number as a·10^b, rounded up."""
     from markupsafe import Markup
 
     if not math.isfinite(value) or 1e-3 <= abs(value) < 1e5 or value == 0:
-        return Markup(number(value))
-    digits, exponent = f"{value:.2e}".split("e")
+        return Markup(number(value, "up"))
+    rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal(value)
+    digits, exponent = f"{rounded:.2e}".split("e")
     return Markup(f"{digits} · 10<sup>{int(exponent)}</sup>")
 
 
