@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lipbound.files import check_writable, printable, write
 
@@ -42,6 +43,9 @@ class Result:
 
     ``print`` shows it as a table of at most 20 rows, a notebook as HTML.
     """
+
+    rounding: ClassVar[Mapping[str, str]] = {"lower": "down", "upper": "up", "LipBound": "up"}
+    """How to round the numbers of a column that is shown, so that they stay valid."""
 
     def title(self) -> str:
         """Return the name of the result."""
@@ -81,12 +85,12 @@ class Result:
         write(Path(path), self._page().encode())
 
     def _page(self) -> str:
-        body = _html(self.rows(), self.summary())
+        body = _html(self._shown(self.rows()), self.summary())
         return PAGE.format(title=escape(printable(self.title())), body=body)
 
     def __str__(self) -> str:
         rows = self.rows()
-        lines = [printable(self.title()), *_table(rows[:LONGEST])]
+        lines = [printable(self.title()), *_table(self._shown(rows[:LONGEST]))]
         if len(rows) > LONGEST:
             lines.append(f"... and {len(rows) - LONGEST:,} more rows; rows() returns all")
         return "\n".join([*lines, *map(printable, self.summary())])
@@ -97,22 +101,45 @@ class Result:
         if len(rows) > LONGEST:
             said = [f"{len(rows) - LONGEST:,} more rows are not shown; rows() returns all", *said]
         heading = f"<strong>{escape(printable(self.title()))}</strong>"
-        return heading + _html(rows[:LONGEST], said)
+        return heading + _html(self._shown(rows[:LONGEST]), said)
+
+    def _shown(self, rows: Sequence[Row]) -> list[dict[str, str]]:
+        """Return the rows as texts."""
+        return [
+            {name: shown(value, self.rounding.get(name, "nearest")) for name, value in row.items()}
+            for row in rows
+        ]
 
 
-def shown(value: Any) -> str:
+ROUNDINGS = {"nearest": ROUND_HALF_EVEN, "up": ROUND_CEILING, "down": ROUND_FLOOR}
+
+
+def digits(value: float, count: int = 5, rounding: str = "nearest") -> str:
+    """Format a number with some digits, rounded to the nearest, up or down.
+
+    Example:
+        >>> digits(1.00004999), digits(1.00004999, 4, "up"), digits(2e7 - 1, 3, "down")
+        ('1', '1.001', '1.99e+07')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    exact = Context(prec=count, rounding=ROUNDINGS[rounding]).create_decimal(value)
+    return f"{float(exact):.{count}g}"
+
+
+def shown(value: Any, rounding: str = "nearest") -> str:
     """Format a number with five digits; ``None`` becomes an empty text.
 
     Example:
-        >>> shown(0.123456789), shown(None), shown(12), shown("conv")
-        ('0.12346', '', '12', 'conv')
+        >>> shown(0.123456789), shown(0.123456789, "up"), shown(None), shown(12), shown("conv")
+        ('0.12346', '0.12346', '', '12', 'conv')
     """
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.5g}"
+        return digits(value, 5, rounding)
     if isinstance(value, list | tuple):
-        return ", ".join(map(shown, value))
+        return ", ".join(shown(one, rounding) for one in value)
     return printable(str(value))
 
 
@@ -121,14 +148,14 @@ def finite(number: float) -> float | None:
     return float(number) if math.isfinite(number) else None
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a plain table; texts are on the left, numbers on the right."""
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a plain table; columns of numbers are on the right."""
     if not rows:
         return []
     names = list(rows[0])
-    cells = [names, *([shown(row[name]) for name in names] for row in rows)]
+    cells = [names, *([row[name] for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-    left = [all(isinstance(row[name], str) for row in rows) for name in names]
+    left = [not all(_is_number(row[name]) for row in rows) for name in names]
     return [
         "  ".join(
             text.ljust(width) if side else text.rjust(width)
@@ -138,14 +165,22 @@ def _table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _html(rows: Sequence[Row], said: Sequence[str]) -> str:
+def _is_number(text: str) -> bool:
+    try:
+        float(text or 0)
+    except ValueError:
+        return False
+    return True
+
+
+def _html(rows: Sequence[Mapping[str, str]], said: Sequence[str]) -> str:
     sentences = "".join(f"<p>{escape(printable(text))}</p>" for text in said)
     if not rows:
         return sentences
     head = "".join(f'<th style="{STYLE}">{escape(name)}</th>' for name in rows[0])
     body = "".join(
         "<tr>"
-        + "".join(f'<td style="{STYLE}">{escape(shown(value))}</td>' for value in row.values())
+        + "".join(f'<td style="{STYLE}">{escape(value)}</td>' for value in row.values())
         + "</tr>"
         for row in rows
     )

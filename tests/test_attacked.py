@@ -440,3 +440,51 @@ def test_which_pixel_is_nearest_is_asked_in_both_precisions(size, goal):
             torch.zeros(1, dtype=dtype)))  # fmt: skip
         copies = functional.interpolate(torch.eye(size, dtype=dtype)[None], size=goal)[0].sum(1)
         assert audit(model, (1, size), search=0).upper >= math.sqrt(float(copies.max()))
+
+
+def test_a_little_mixing_does_not_move_a_radius():
+    """Less than what a batch may differ by: the logits of each input alone count."""
+    model = Run(lambda x: x.relu() + 0.004 * (x.mean(0, keepdim=True) - x))
+    found, x = audit(model, (2,), search=0), torch.tensor([[1.0, 1.0002], [1.3, 0.6]])
+    assert int(model(x)[0].argmax()) != int(model(x[:1])[0].argmax())
+    alone = certify(model, found, x[:1])
+    with pytest.raises(ValueError, match="more than rounding can explain"):
+        certify(model, found, x)
+    unknown = Run(lambda x: rounded(model(x)))  # an operation whose rounding is not bounded
+    found = audit(unknown, (2,), search=0)
+    result = lipbound.certified_accuracy(unknown, found, [(x, torch.tensor([0, 0]))], [1e-4])
+    assert result.predictions[0] == unknown(x[:1])[0].argmax() == 1
+    assert result.certified[0] == 0 < alone[0]
+
+
+def rounded(y: torch.Tensor) -> torch.Tensor:
+    return functional.interpolate(y[:, None], scale_factor=2, mode="linear")[:, 0, ::2]
+
+
+@pytest.mark.parametrize("times", [1.1, 1.5, 1.9, 3.0])
+def test_mixing_as_small_as_rounding(times):
+    one, other = nn.Linear(2, 64, bias=False).double(), nn.Linear(64, 2, bias=False).double()
+    with torch.no_grad():
+        one.weight.copy_(torch.eye(2).repeat_interleave(32, 0) / 32)
+        other.weight.copy_(torch.eye(2).repeat_interleave(32, 1))
+
+    def run(x):
+        y = other(one(x))
+        return y + 1e-3 * (x.mean(0, keepdim=True) - x)
+
+    model, off = Run(run, one=one, other=other), times * 1.33e-11 * 2**0.5
+    found = audit(model, (2,), search=0)
+    x = torch.tensor([[1, 1 + 2**-52], [1 + off, 1 - off]], dtype=torch.float64)
+    alone = certify(model, found, x[:1])
+    if times < 2:
+        assert certify(model, found, x)[0] <= alone[0]
+    else:
+        with pytest.raises(ValueError, match="more than rounding can explain"):
+            certify(model, found, x)
+
+
+def test_no_images_have_no_accuracy():
+    model = nn.Linear(2, 2)
+    empty = torch.zeros(0, 2), torch.zeros(0, dtype=torch.long)
+    with pytest.raises(ValueError, match="there are no images"):
+        lipbound.certified_accuracy(model, audit(model, (2,)), [empty])

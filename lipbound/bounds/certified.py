@@ -21,7 +21,7 @@ from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.supremum.search import Search
 from lipbound.geometry import Convolution, Layer, convolution, named, own_forward
-from lipbound.results import Result
+from lipbound.results import Result, digits
 from lipbound.runtime import OutOfTime, Progress, check_time, in_pieces, piece, silent
 from lipbound.symbols import evaluate, taps
 
@@ -63,7 +63,8 @@ class Bracket(Result):
 
     def __str__(self) -> str:
         what = "certified" if self.certified else "not certified"
-        return f"{self.lower:.6g} to {self.upper:.6g} ({what}, relative width {self.width:.1e})"
+        ends = f"{digits(self.lower, 6, 'down')} to {digits(self.upper, 6, 'up')}"
+        return f"{ends} ({what}, relative width {self.width:.1e})"
 
 
 @dataclass

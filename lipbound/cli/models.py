@@ -97,7 +97,18 @@ def evaluated(
     network, _, _ = network_or_weights(source, model, say)
     images = data_set(data, folder).test_images(count)
     shape = tuple(images[0].shape[1:])
-    check_takes(network, next(network.parameters(), torch.zeros(())).new_zeros((1, *shape)))
+    if any(p.dtype not in (torch.float32, torch.float64) for p in network.parameters()):
+        say("converted the network to float32")
+        network = network.float()
+    example = next(network.parameters(), torch.zeros(())).new_zeros((1, *shape))
+    check_takes(network, example)
+    with torch.no_grad():
+        logits = network.eval()(example)
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(
+            f"{model or source!r} must return logits of shape (1, classes) for one image, got {got}"
+        )
     return [Trained(path, None, network.eval(), shape, name=model or "")], images, data
 
 

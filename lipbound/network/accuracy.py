@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class CertifiedAccuracy(Result):
             classes = [one for one in self.by_class(radius) if not math.isnan(one)]
             found.append({"L2 radius": radius, "accuracy": share, "worst class": min(classes)})
         return found
+
+    rounding: ClassVar[Mapping[str, str]] = {"accuracy": "down", "worst class": "down"}
 
     def summary(self) -> list[str]:
         """Say what is certified, and for how many images only rounding prevents it."""
@@ -123,8 +125,8 @@ def certified_accuracy(
     """
     if not isinstance(radii, Sequence):
         raise ValueError(f"radii={radii!r} must be a list of radii, for example [36 / 255]")
-    if not all(isinstance(radius, int | float) and radius >= 0 for radius in radii):
-        raise ValueError(f"radii={radii!r} must be numbers, 0 or larger")
+    if not all(isinstance(radius, int | float) and 0 <= radius < math.inf for radius in radii):
+        raise ValueError(f"radii={radii!r} must be finite numbers, 0 or larger")
     certifier = Certifier(model, audit, arithmetic)
     found: list[tuple[Tensor, Tensor]] = []
     with in_eval(certifier.model):
@@ -135,6 +137,11 @@ def certified_accuracy(
                     "[(inputs, labels)]"
                 )
             inputs, labels = batch
+            if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
+                raise ValueError(
+                    f"inputs and labels must be tensors, got {type(inputs).__name__} and "
+                    f"{type(labels).__name__}"
+                )
             if labels.shape != inputs.shape[:1] or labels.is_floating_point():
                 raise ValueError(
                     f"labels must be one class number for each of {len(inputs)} inputs, got "
@@ -147,7 +154,7 @@ def certified_accuracy(
                     f"has {logits.shape[1]} classes; use the data set of this network"
                 )
             found.append((labels.cpu(), logits.argmax(1).cpu()))
-    if not found:
+    if not sum(len(labels) for labels, _ in found):
         raise ValueError("there are no images to certify; the loader is empty")
     labels, predictions = (torch.cat(part) for part in zip(*found, strict=True))
     proved, right = certifier.finish(), predictions == labels

@@ -149,14 +149,16 @@ class Certifier:
         self._single = False  # whether the inputs run one by one
         self._executed: Executed | None = None
         self._found: list[Measured] = []
-        self._logits: list[Tensor] = []
+        self._logits: list[Tensor] = []  # as the network computes them, for the whole batch
+        self._centres: list[Tensor] = []  # of each input alone
 
     @torch.no_grad()
     def add(self, inputs: Tensor) -> Tensor:
-        """Run the network on a batch; return its logits.
+        """Run the network on a batch; return its logits, in real arithmetic those of each alone.
 
         Each input's logits are compared with those of the captured graph of a single input, which
-        ``torch.func.vmap`` maps over the batch: no input can affect another one there.
+        ``torch.func.vmap`` maps over the batch: no input can affect another one there. The radii
+        follow from these.
         """
         _check_inputs(inputs, self.audit)
         kernels = ordinary_kernels() if self.arithmetic == "real" else nullcontext()
@@ -181,12 +183,14 @@ class Certifier:
                 f"the network returns {tuple(logits.shape)} for a single input; certify needs one "
                 f"row of logits for each input"
             )
+        alone = logits
         if len(given):
             alone = self._alone(given)
             _check_apart(logits, alone, close=self.arithmetic == "real")
-            logits = alone.to(logits) if self.why else logits
+        self._centres.append(alone.double())
         self._logits.append(logits)
-        return logits
+        # No certificate follows from the logits of a batch, because its inputs may be mixed.
+        return alone if self.arithmetic == "real" else logits
 
     def _run(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs in the network's format, and its logits."""
@@ -240,12 +244,12 @@ class Certifier:
 
     def finish(self) -> Certificates:
         """Return the certificates of all inputs that were added."""
-        logits = torch.cat(self._logits)
+        ran, logits = torch.cat(self._logits), torch.cat(self._centres)
         plain = _radii(logits, self.audit)
         errors = None
         if self._found and not self.why:
             try:
-                errors = self._errors(logits, plain)
+                errors = self._errors(ran, plain)
             except NotProved as error:
                 self._give_up(error)
         kind = self.arithmetic if errors is not None else "logits"
@@ -258,6 +262,9 @@ class Certifier:
             return Certificates(plain, logits, said, None, plain < 0)
         shares = 1 if self.arithmetic == "real" else 2  # at the input, and where it is moved to
         radii = _radii(logits, self.audit, shares * errors.pairs(logits.argmax(1)))
+        if self.arithmetic != "real":  # what ran is the prediction
+            radii = torch.where(ran.argmax(1) == logits.argmax(1), radii, 0.0)
+            logits = ran
         size = torch.from_numpy(errors.logits)
         lost = (plain > 0) & (radii == 0)
         return Certificates(radii, logits, said, size, lost)

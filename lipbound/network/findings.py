@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from lipbound import __version__
 from lipbound.bounds import Bracket
 from lipbound.geometry import Convolution, convolution
-from lipbound.results import Result, finite
+from lipbound.results import Result, digits, finite
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,9 @@ class Audit(Result):
         lines = []
         if self.steps and self.upper < math.inf:
             lines.append(
-                f"network: certified Lipschitz constant at most {self.upper:.4g} "
-                f"(10^{log10(self.upper):.2f}){self.within}"
+                f"network: certified Lipschitz constant at most "
+                f"{digits(self.upper, 4, 'up')} "
+                f"(10^{self.log10_upper:.2f}){self.within}"
             )
         elif self.steps:
             lines.append(f"network: no bound, because {self.reason}")
@@ -228,7 +229,7 @@ class Audit(Result):
             raise ImportError(f"{error}; pip install 'lipbound[report]'") from None
 
     def __repr__(self) -> str:
-        bound = f"upper={self.upper:.5g}, lower={self.lower:.5g}"
+        bound = f"upper={digits(self.upper, 5, 'up')}, lower={digits(self.lower, 5, 'down')}"
         return f"Audit({bound}, layers={len(self.layers)}, input_shape={self.input_shape})"
 
     @property

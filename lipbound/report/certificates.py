@@ -8,6 +8,7 @@ from typing import Any
 from lipbound import __version__
 from lipbound.report.figures import certificate_axes, encoded
 from lipbound.report.terminal import Record, Screen, echo, title_of, titled
+from lipbound.results import digits
 
 HEADINGS = (
     "L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked", "proved",
@@ -101,7 +102,7 @@ def certificate_words(record: Record) -> list[str]:
     said = (
         f"The network has no Lipschitz bound, so nothing is certified: {record['reason']}"
         if record["lipschitz"] is None
-        else f"The network's Lipschitz constant is at most {record['lipschitz']:.4g}."
+        else f"The network's Lipschitz constant is at most {digits(record['lipschitz'], 4, 'up')}."
     )
     words = [
         said,

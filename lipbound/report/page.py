@@ -8,17 +8,18 @@ import hashlib
 import io
 import math
 from collections.abc import Container
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lipbound import __version__
+from lipbound.files import printable
 from lipbound.network.advice import advice, blocks, contributions
 from lipbound.network.findings import Audit, LayerReport, audit_json, geometry, log10
 from lipbound.network.portraits import portrait
 from lipbound.report.figures import portrait_png
+from lipbound.results import digits
 from lipbound.runtime import Progress, silent
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
     convolutions = [row for row in drawn if row.lipbound is not None][:DRAWN]
     pictures = {row.name: _picture(row) for row in progress(convolutions, "pictures")}
     return environment.from_string(template).render(
-        title=title,
+        title=printable(title),
         audit=audit,
         summary=audit.summary(),
         within=audit.within,
@@ -69,9 +70,6 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
     )
 
 
-ROUNDINGS = {"nearest": ROUND_HALF_EVEN, "up": ROUND_CEILING, "down": ROUND_FLOOR}
-
-
 def number(value: float | None, rounding: str = "nearest") -> str:
     """Format a number with four digits; ``None`` becomes an empty string.
 
@@ -83,8 +81,7 @@ def number(value: float | None, rounding: str = "nearest") -> str:
         return ""
     if not math.isfinite(value):
         return "∞"
-    digits = Context(prec=4, rounding=ROUNDINGS[rounding]).create_decimal(value)
-    return f"{float(digits):#.4g}" if digits else "0"
+    return f"{float(digits(value, 4, rounding)):#.4g}" if value else "0"
 
 
 def power(value: float) -> Markup:
@@ -93,16 +90,15 @@ def power(value: float) -> Markup:
 
     if not math.isfinite(value) or 1e-3 <= abs(value) < 1e5 or value == 0:
         return Markup(number(value, "up"))
-    rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal(value)
-    digits, exponent = f"{rounded:.2e}".split("e")
-    return Markup(f"{digits} · 10<sup>{int(exponent)}</sup>")
+    shown, exponent = f"{float(digits(value, 3, 'up')):.2e}".split("e")
+    return Markup(f"{shown} · 10<sup>{int(exponent)}</sup>")
 
 
 def parts(name: str) -> Markup:
     """Let a long name wrap at its dots, and nowhere else."""
     from markupsafe import Markup, escape
 
-    return Markup(".<wbr>").join(escape(part) for part in name.split("."))
+    return Markup(".<wbr>").join(escape(part) for part in printable(name).split("."))
 
 
 def _files(audit: Audit, title: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from lipbound.files import printable
 from lipbound.network.findings import Audit, geometry
+from lipbound.results import shown
 
 Record = dict[str, Any]
 
@@ -287,8 +288,8 @@ def audit_table(audit: Audit, title: str, console: Screen | None = None) -> None
     floor = sorted((row.bracket.upper for row in audit.layers), reverse=True)[:ROWS][-1:] or [0.0]
     rows = [row for row in audit.layers if row.bracket.upper >= floor[0]][:ROWS]
     for row in rows:
-        numbers = (row.bracket.lower, row.bracket.upper, row.lipbound)
-        cells = ["" if value is None else f"{value:.5g}" for value in numbers]
+        ends = shown(row.bracket.lower, "down"), shown(row.bracket.upper, "up")
+        cells = [*ends, shown(row.lipbound, "up")]
         table.add_row(escape(row.name), geometry(row.layer), *cells)
     longest = max((len(printable(row.name)) for row in rows), default=0)
     console.show(table, folds=max(0, longest - 20))

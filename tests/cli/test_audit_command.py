@@ -191,7 +191,7 @@ def test_no_column_is_lost_on_a_narrow_terminal(width):
     found = audit_weights(kernels)
     audit_table(found, "x", Screen(file=screen, force_terminal=True, width=width, no_color=True))
     lines = "".join(re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())).split("\n")
-    assert any(re.match(r"b +1→1 3 +3 +3.00\d+ +3.0\d+$", line) for line in lines)
+    assert any(re.match(r"b +1→1 3 +2.9999 +3.00\d+ +3.0\d+$", line) for line in lines)
     whole = any(line.startswith("block.with.a.long.name.and.more ") for line in lines)
     assert whole == (width != 60), "folded where that is enough"
     assert max(len(line.rstrip()) for line in lines[1:5]) <= max(width, 66)

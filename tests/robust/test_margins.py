@@ -301,7 +301,7 @@ def test_certified_accuracy_names_wrong_batches(model, batches, said):
         (torch.zeros(4, 1).long(), [0.1], r"got torch.int64 of shape \(4, 1\)"),
         (torch.zeros(4), [0.1], "got torch.float32"),
         (torch.zeros(4).long(), 0.1, "radii=0.1 must be a list"),
-        (torch.zeros(4).long(), [-0.1], r"radii=\[-0.1\] must be numbers, 0 or larger"),
+        (torch.zeros(4).long(), [-0.1], r"radii=\[-0.1\] must be finite numbers, 0 or larger"),
     ],
 )
 def test_certified_accuracy_names_wrong_labels_and_radii(labels, radii, said):

@@ -52,11 +52,23 @@ def gain(run: Run, progress: Progress = silent, pairs: bool = False) -> Gain:
         NotPositive: If no stage with some room could be proved.
         OutOfTime: If the time limit passed before the proof was complete.
     """
+    first = _solved(run.stages[-1], progress, pairs) if newton.suits(run.stages) else None
+    if first is not None and first[1]:
+        return first[0]
+    try:
+        second = _searched(run, progress, pairs)
+    except (NotPositive, OutOfTime):
+        if first is None:
+            raise
+        return first[0]
+    if first is None or second.lipschitz < first[0].lipschitz:
+        return second
+    return first[0]
+
+
+def _searched(run: Run, progress: Progress, pairs: bool) -> Gain:
+    """Choose multipliers by Adam, and prove the stages from the last to the first."""
     last = run.stages[-1]
-    solved = _solved(last, progress) if newton.suits(run.stages) else None
-    if solved is not None:
-        numbers, centres = solved
-        return _gain(numbers, centres, _apart(last, numbers, progress) if pairs else None)
     try:
         multipliers = optimised(run.stages, progress=progress)
     except torch.linalg.LinAlgError as error:
@@ -83,17 +95,22 @@ def _gain(numbers: Fixed, centres: int, apart: Tensor | None) -> Gain:
     return Gain(root, centres, apart)
 
 
-def _solved(stage: Stage, progress: Progress) -> tuple[Fixed, int] | None:
-    """Return the best provable multipliers of Newton's method; ``None`` if it did not begin."""
+def _solved(stage: Stage, progress: Progress, pairs: bool) -> tuple[Gain, bool] | None:
+    """Return what Newton's method can prove, and whether it reached the optimum.
+
+    ``None`` if nothing could be proved, or it did not begin.
+    """
     try:
-        path = newton.path(stage, progress)
+        path, complete = newton.path(stage, progress)
     except torch.linalg.LinAlgError:
         return None
     for numbers in path[:-1]:  # the last one is only its start
         try:
-            return numbers, prove(form_of(stage, numbers), progress=progress)
+            centres = prove(form_of(stage, numbers), progress=progress)
         except (NotPositive, torch.linalg.LinAlgError):
             continue
+        apart = _apart(stage, numbers, progress) if pairs else None
+        return _gain(numbers, centres, apart), complete
     return None
 
 

@@ -85,8 +85,12 @@ class Problem:
         return form
 
 
-def path(stage: Stage, progress: Progress = silent) -> list[Fixed]:
-    """Return multipliers on the central path, the best ones first; any of them may be proved."""
+def path(stage: Stage, progress: Progress = silent) -> tuple[list[Fixed], bool]:
+    """Return multipliers on the central path, the best ones first, and whether it was complete.
+
+    Any of them may be proved. The path ends early where Newton's method does not reach it, as with
+    very many activations in a deep network.
+    """
     ones = torch.eye(stage.sizes[-1], dtype=torch.float64, device=stage.device)
     start = fixed(Multipliers([stage]), 0, ones, START)
     found = [start]
@@ -97,23 +101,23 @@ def path(stage: Stage, progress: Progress = silent) -> list[Fixed]:
     barrier = gamma / terms  # μ
     for _ in progress(range(POINTS), "multipliers"):
         if time_is_up() or bool(barrier * terms < CLOSE * gamma):
-            break
+            return found, True
         moved = _centred(problem, gamma, numbers, barrier)
         if moved is None:
-            break
+            return found, False
         gamma, numbers = moved
         split = numbers.split([stage.sizes[i] for i in stage.activations])
         inner = dict(zip(stage.activations, split, strict=True))
         whole = torch.eye(stage.sizes[0], dtype=torch.float64, device=stage.device)
         found.insert(0, Fixed(ones, inner, gamma * whole, gamma.rsqrt() * whole))
         barrier = barrier * FALL
-    return found
+    return found, True
 
 
 def _centred(
     problem: Problem, gamma: Tensor, numbers: Tensor, barrier: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Minimize the barrier function for one μ; ``None`` if rounding prevents it."""
+    """Minimize the barrier function for one μ; ``None`` if rounding or slowness prevents it."""
     weight = 1 / barrier
     for _ in range(INNER):
         # In the scaled problem γ and all numbers are factors, which begin with 1.
@@ -143,6 +147,8 @@ def _centred(
         gamma, numbers = gamma * (1 + size * change[-1]), numbers * (1 + size * change[:-1])
         if decrement < 1e-2:
             break
+    else:
+        return None
     return gamma, numbers
 
 
