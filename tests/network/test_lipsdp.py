@@ -16,7 +16,7 @@ from zoo import Run, conv
 from lipbound import audit, certify
 from lipbound.network.graph import capture
 from lipbound.network.jacobian import jacobian_norm
-from lipbound.network.lipsdp import cover, gains, multipliers, pairs, pieces, reading
+from lipbound.network.lipsdp import cover, gains, multipliers, newton, pairs, pieces, reading
 from lipbound.network.lipsdp.laurent import Laurent
 from lipbound.network.rules import RULES, Options, Value, follow
 from lipbound.robust.models import ResNet
@@ -356,6 +356,18 @@ def test_planted_faults_are_not_proved(fault):
     else:
         with pytest.raises(cover.NotPositive):
             cover.prove(form)
+
+
+def test_an_incomplete_path_of_newton_is_no_loss(monkeypatch):
+    """Adam takes over; ten layers of width 100 had twice the bound once."""
+    model, shape = NETWORKS["dense"]
+    whole = audit(model, shape, search=0, effort="high").upper
+    monkeypatch.setattr(newton, "INNER", 1)
+    _, complete = newton.path(first_run(model, shape).stages[0])
+    assert not complete
+    found = audit(model, shape, search=0, effort="high").upper
+    assert whole <= found * (1 + 1e-6)
+    assert found < audit(model, shape, search=0).upper
 
 
 def test_a_matrix_between_stages_proves_less_than_a_diagonal(monkeypatch):
