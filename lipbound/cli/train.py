@@ -125,7 +125,7 @@ def _train(
     images = data_set(runs[0].data, folder)
     summaries: list[dict[str, Any]] = []
     for run in runs:
-        place = out if len(runs) == 1 else out / run.arm.replace("+", "-")
+        place = out if len(runs) == 1 else out / run.arm
         with TrainingView(run.arm, place / "tensorboard" if tensorboard else None) as view:
             summaries.append(train_one(run, images, place, watcher=view, **options))
         if summaries[-1]["stopped"]:
