@@ -110,6 +110,8 @@ def attack(
         restarts=restarts, loss=loss, decay=decay, radii=tuple(l2_radius or (0.6, 0.8)),
         batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
     )  # fmt: skip
+    if paths[0].settings is None and (ball is None or radius is None):
+        say(f"attacking in the {plan.ball} ball of radius {plan.radius:.4g}; see --ball, --radius")
     records = []
     with team(device) as who:
         for path in paths:
@@ -126,6 +128,7 @@ def attack(
                 attack_table(records[-1])
             if out is not None:
                 append(out, records[-1])
+                typer.echo(f"wrote {out}", err=True)
     if plot is not None:
         from lipbound.report.figures import attack_figure
 

@@ -36,8 +36,8 @@ def certify(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="Folder of a training run (its final network), one of its .safetensors files, or "
-            "the weights of another network (with --model)."
+            help="Folder of a training run (its final network), one of its .safetensors files, "
+            "the weights of another network (with --model), or a factory that loads its weights."
         ),
     ],
     model: MODEL = None,
@@ -108,6 +108,7 @@ def certify(
         certificate_table(record, radii)
     if out is not None:
         append(out, record)
+        typer.echo(f"wrote {out}", err=True)
     if plot is not None:
         from lipbound.report.figures import certificate_figure
 
@@ -118,6 +119,9 @@ def certify(
 
         write(html, certificate_page(record, radii).encode())
         typer.echo(f"wrote {html}", err=True)
+    if record["lipschitz"] is None:
+        say("there is no bound of the network, so nothing is certified")
+        raise typer.Exit(1)
 
 
 def radius_of(text: str) -> float:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
@@ -21,8 +22,19 @@ from lipbound.files import printable
 
 def main() -> None:
     """Run the command line."""
-    with _interruptible():
+    with _interruptible(), _plain_warnings():
         _main()
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print a warning as one line, without the place in the code."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *place, **rest: f"lipbound: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _main() -> None:

@@ -24,6 +24,7 @@ from lipbound.robust.models import MODELS, digits
 from lipbound.robust.training import checkpoints
 from lipbound.robust.training.assess import networks
 from lipbound.robust.training.trained import Trained, load_trained
+from lipbound.runtime import first_line
 from lipbound.weights import SAFE, Say, is_weights, parametrized, read_weights, silent
 
 LIBRARIES = {"torchvision": "torchvision.models", "timm": "timm"}
@@ -84,6 +85,11 @@ def evaluated(
         say: Called with what was changed in the weights' names.
     """
     path = Path(source)
+    if model is None and path.is_file() and path.suffix not in SAFE:
+        raise ValueError(
+            f"{source!r} was not written by lipbound train; give its architecture with --model, "
+            f"for example --model path/to/file.py:FACTORY"
+        )
     if model is None and (path.exists() or ":" not in source):
         found = networks(path)
         assert found[0].settings is not None
@@ -101,7 +107,15 @@ def evaluated(
         say("converted the network to float32")
         network = network.float()
     example = next(network.parameters(), torch.zeros(())).new_zeros((1, *shape))
-    check_takes(network, example)
+    try:
+        check_takes(network, example)
+    except ValueError as error:
+        raise ValueError(
+            f"{model or source!r} does not take the images of {data}, whose shape is {shape}: "
+            f"{first_line(error.__cause__ or error)}"
+        ) from None
+    if not path.exists():
+        say(f"there is no weights file, so {source} has the weights that its factory gives it")
     with torch.no_grad():
         logits = network.eval()(example)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:

@@ -268,8 +268,13 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
         raise ValueError(f"{type(module).__name__} has no convolution or Linear layer")
     for name, layer in found.items():
         if parametrize.is_parametrized(layer, "weight"):
+            if any(isinstance(p, Constrained) for p in layer.parametrizations["weight"]):  # type: ignore[index]
+                raise ValueError(
+                    f"the weight of {name or _kind(layer)!r} is constrained already; call "
+                    f"lipbound.unconstrain first, which keeps its norm"
+                )
             raise ValueError(
-                f"the weight of {name or _kind(layer)} has a parametrization already, and "
+                f"the weight of {name or _kind(layer)!r} has a parametrization already, and "
                 f"constrain must be the only one; remove it first with "
                 f"torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
             )
@@ -279,11 +284,10 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
     free = [name for name, m in module.named_modules() if isinstance(m, _BatchNorm)]
     if free:
         warnings.warn(
-            f"constrain limits convolution and Linear layers, but not the {len(free)} BatchNorm "
-            f"layer(s) of this {type(module).__name__} ({', '.join(free[:3])}"
-            f"{', ...' if len(free) > 3 else ''}), whose factors can be of any size; leave them "
-            f"out, or fold them into the convolutions before you constrain, and check the whole "
-            f"network with lipbound.audit",
+            f"constrain does not limit BatchNorm, whose factors can be of any size: {len(free)} "
+            f"BatchNorm layer(s) of this {type(module).__name__} stay free "
+            f"({', '.join(map(repr, free[:3]))}{', ...' if len(free) > 3 else ''}); for a small "
+            f"bound, use none, and check the whole network with lipbound.audit",
             stacklevel=2,
         )
     for name, layer in found.items():  # all fit: nothing is left half done

@@ -68,7 +68,8 @@ def advice(audit: Audit) -> list[str]:
         count += 1
     names = [f"{row.name or 'the layer'} ({row.bracket.upper:.3g})" for row, _ in plain[:count]]
     said = [
-        f"Half of the product of all norms above 1 comes from {count} of {len(plain)} layers: "
+        f"Half of the product of the norms above 1, without BatchNorm, comes from {count} of "
+        f"{len(plain)} layers: "
         f"{_some(names)}."
     ]
     if audit.at_one < math.inf:
@@ -81,8 +82,7 @@ def advice(audit: Audit) -> list[str]:
     if norms:
         said.append(
             f"{len(norms)} BatchNorm {'layers amplify' if len(norms) > 1 else 'layer amplifies'} "
-            f"({_some(norms)}), and constrain does not limit BatchNorm: leave it out of a network "
-            f"that needs a small bound."
+            f"({_some(norms)}), and constrain does not limit them. For a small bound, use none."
         )
     said.append(
         "To lower the norms while you train, add lipbound.Penalty(model) to the loss. Certified "

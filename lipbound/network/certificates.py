@@ -30,7 +30,7 @@ TOGETHER = {"cpu": 16}  # inputs that run together; on a processor few, so that 
 MOST = 512  # on other devices
 ARITHMETIC = {
     "logits": "real arithmetic, without the rounding of the logits",
-    "real": "real arithmetic, from float64 logits with their rounding",
+    "real": "real arithmetic, after subtracting the rounding of float64 logits",
     "float64": "the network as it runs in float64",
     "float32": "the network as it runs in float32",
 }
@@ -213,9 +213,7 @@ class Certifier:
         except (RuntimeError, TypeError, ValueError) as error:
             if self.arithmetic != "real":
                 raise
-            self._give_up(
-                NotProved(f"its operations cannot run by themselves: {first_line(error)}")
-            )
+            self._give_up(NotProved(f"the captured graph cannot run: {first_line(error)}"))
             self._single = True
             warnings.warn(f"the inputs run one by one, because {self.why}", stacklevel=4)
             return self._alone(given)

@@ -178,7 +178,8 @@ class Audit(Result):
         if self.lower > 0:
             lines.append(f"lower bound, the largest Jacobian norm found: {self.lower:.4g}")
         lines.append(
-            f"product of the layers' bounds, for comparison: {self.product:.4g} "
+            f"product of the layers' bounds, for comparison: "
+            f"{digits(self.product, 4, 'up')} "
             f"(10^{log10(self.product):.2f})"
         )
         return lines

@@ -111,9 +111,8 @@ def certificate_words(record: Record) -> list[str]:
     ]
     if record.get("rounding") is not None:
         words.append(
-            f"Proved bound on the rounding of the logits (L2), median over the images: "
-            f"{record['rounding']:.1e}. Rounding alone makes the radius of "
-            f"{record['lost_to_rounding']} correct images 0."
+            f"Rounding changes the logits by at most {record['rounding']:.1e} (L2, median over the "
+            f"images). {_lost(record['lost_to_rounding'])}"
         )
     if record["arithmetic"].startswith("the network as it runs"):
         words.append(
@@ -127,6 +126,12 @@ def certificate_words(record: Record) -> list[str]:
             f"accuracy of the same images, which can never be larger."
         )
     return words
+
+
+def _lost(count: int) -> str:
+    if not count:
+        return "No correct image lost its certificate to rounding."
+    return f"{count} correct images have the radius 0 only because of rounding."
 
 
 def certificate_page(record: dict[str, Any], radii: Iterable[float]) -> str:

@@ -81,7 +81,7 @@ def number(value: float | None, rounding: str = "nearest") -> str:
         return ""
     if not math.isfinite(value):
         return "∞"
-    return f"{float(digits(value, 4, rounding)):#.4g}" if value else "0"
+    return f"{float(digits(value, 4, rounding)):#.4g}".rstrip(".") if value else "0"
 
 
 def power(value: float) -> Markup:

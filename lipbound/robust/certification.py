@@ -70,8 +70,9 @@ def certification(
     began = time.perf_counter()
     say("audit")
     bounds = audit(
-        network.model.cpu(), network.input_shape, search=0, effort=effort, progress=progress
-    )
+        network.model.cpu(), network.input_shape, search=0, effort=effort, progress=progress,
+        domain=(0.0, 1.0),  # of pixels; it is used only if there is no bound for every input
+    )  # fmt: skip
     model = network.model.to(device)
     say("certificates")
     starts = range(0, len(labels), batch)

@@ -36,7 +36,7 @@ def test_the_table_says_what_the_training_proved(trained, monkeypatch, capsys):
     line = next(line for line in text.splitlines() if line.strip().startswith("36/255"))
     assert line.split()[1] == "(0.1412)"
     assert share in line
-    assert "real arithmetic, from float64 logits with their rounding" in text
+    assert "real arithmetic, after subtracting the rounding of float64 logits" in text
 
 
 @pytest.mark.parametrize("arithmetic", ["float64", "float32"])

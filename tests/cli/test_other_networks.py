@@ -60,7 +60,10 @@ def test_a_network_of_another_training(command, source, place, monkeypatch, caps
             "own_network.pt --model own_network.py:build",
             "--data is needed, because lipbound did not train",
         ),
-        ("own_network.py:flat --data digits", "does not take inputs of shape (1, 8, 8)"),
+        (
+            "own_network.py:flat --data digits",
+            "does not take the images of digits, whose shape is (1, 8, 8)",
+        ),
         ("own_network.pt --model other.py:build --data digits", "there is no file 'other.py'"),
         ("own_network.pt --model resnet99 --data digits", "there is no such model"),
         ("nothing --data digits", "there is no file 'nothing'"),

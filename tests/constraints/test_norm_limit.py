@@ -177,7 +177,7 @@ def test_gradient_against_finite_differences():
 def test_whole_model_states_copies_and_later_changes():
     torch.manual_seed(0)
     model = constrain(SmallCNN(inputs=3), 1.0)
-    with pytest.raises(ValueError, match="has a parametrization already"):
+    with pytest.raises(ValueError, match="is constrained already; call lipbound.unconstrain"):
         constrain(model)
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert all(parametrize.is_parametrized(m) for m in layers)
@@ -327,7 +327,7 @@ def test_padding_counts_while_training(mode):
 def test_free_batch_norms_are_named():
     parts = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)
     with pytest.warns(
-        UserWarning, match=r"not the 1 BatchNorm layer\(s\) of this Sequential \(1\)"
+        UserWarning, match=r"1 BatchNorm layer\(s\) of this Sequential stay free \('1'\)"
     ):
         model = constrain(nn.Sequential(*parts))
     assert bracket(model[0].eval()).upper <= 1
