@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -53,10 +54,11 @@ def check_source(source: str) -> None:
 
 def check_outputs(*paths: Path | None) -> None:
     """Check that the output files can be written, and say which folders are made for them."""
-    for folder in dict.fromkeys(path.parent for path in paths if path is not None):
-        if not folder.exists():
-            say(f"making the folder {str(folder)!r}")
+    folders = dict.fromkeys(path.parent for path in paths if path is not None)
+    missing = [folder for folder in folders if not os.path.exists(folder)]
     check_writable(*paths)
+    for folder in missing:
+        say(f"made the folder {str(folder)!r}")
 
 
 def check_plot(plot: Path | None) -> None:
