@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lipbound.network.findings import Audit, LayerReport, StepReport
+from lipbound.network.findings import Audit, LayerReport, StepReport, log10
 
 MOST = 5  # layers to name
 ADDS = ("aten.add", "aten.add_")
@@ -18,7 +18,7 @@ def contributions(audit: Audit) -> list[tuple[LayerReport, float]]:
 
     For a network without branches, these logarithms add up to that of the product of the layers.
     """
-    found = [(row, _log10(row.bracket.upper)) for row in audit.layers]
+    found = [(row, log10(row.bracket.upper)) for row in audit.layers]
     return sorted(found, key=lambda pair: -pair[1])
 
 
@@ -94,7 +94,3 @@ def advice(audit: Audit) -> list[str]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     return ", ".join(names[:MOST]) + more
-
-
-def _log10(number: float) -> float:
-    return math.log10(number) if number > 0 else -math.inf

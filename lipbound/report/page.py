@@ -7,7 +7,6 @@ import csv
 import hashlib
 import io
 import math
-from collections.abc import Container
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +42,19 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
     template, script = (data.joinpath(n).read_text("utf-8") for n in ("page.html", "page.js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "power": power, "parts": parts}
-    drawn = sorted(audit.layers, key=lambda row: -row.bracket.upper)
-    kept = {id(row) for row in drawn[:LISTED]}
-    convolutions = [row for row in drawn if row.lipbound is not None][:DRAWN]
+    ranked = contributions(audit)
+    convolutions = [row for row, _ in ranked if row.lipbound is not None][:DRAWN]
     pictures = {row.name: _picture(row) for row in progress(convolutions, "pictures")}
     return environment.from_string(template).render(
         title=printable(title),
         audit=audit,
         summary=audit.summary(),
         within=audit.within,
-        rows=_rows(audit, kept, pictures),
+        rows=_rows(audit, ranked, pictures),
         advice=advice(audit),
         blocks=blocks(audit)[:LISTED],
         files=_files(audit, title),
-        left_out=len(audit.layers) - len(kept),
+        left_out=max(0, len(ranked) - LISTED),
         steps=_steps(audit)[:LISTED],
         bounded=math.isfinite(audit.upper) and bool(audit.steps),
         upper_power=log10(audit.upper),
@@ -126,13 +124,13 @@ def _cell(value: Any) -> Any:
 
 
 def _rows(
-    audit: Audit, kept: Container[int], pictures: dict[str, str | None]
+    audit: Audit, ranked: list[tuple[LayerReport, float]], pictures: dict[str, str | None]
 ) -> list[dict[str, Any]]:
     """Return the layers that are listed, the largest contribution first."""
     places = {id(row): place for place, row in enumerate(audit.layers)}
-    layers = [row for row, _ in contributions(audit) if id(row) in kept]
-    largest = max([row.lipbound or row.bracket.upper for row in layers], default=1.0) or 1.0
-    whole = sum(max(0.0, power) for _, power in contributions(audit)) or 1.0
+    listed = ranked[:LISTED]
+    largest = max([row.lipbound or row.bracket.upper for row, _ in listed], default=1.0) or 1.0
+    whole = sum(max(0.0, power) for _, power in ranked) or 1.0
 
     def share(value: float | None) -> float:
         return 0.0 if not value else max(0.4, 100 * math.log1p(value) / math.log1p(largest))
@@ -140,7 +138,7 @@ def _rows(
     return [
         {
             "place": places[id(row)],
-            "part": 100 * max(0.0, log10(row.bracket.upper)) / whole,
+            "part": 100 * max(0.0, power) / whole,
             "name": row.name,
             "geometry": geometry(row.layer),
             "lower": row.bracket.lower,
@@ -152,7 +150,7 @@ def _rows(
             "evaluations": row.bracket.evaluations,
             "picture": pictures.get(row.name),
         }
-        for row in layers
+        for row, power in listed
     ]
 
 

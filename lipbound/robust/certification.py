@@ -14,6 +14,7 @@ from lipbound.files import provenance
 from lipbound.network.accuracy import CertifiedAccuracy, certified_accuracy
 from lipbound.network.audits import audit
 from lipbound.network.kernels import ordinary_kernels
+from lipbound.results import finite
 from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.training.trained import Trained
@@ -86,9 +87,9 @@ def certification(
         **network.names,
         "arithmetic": found.arithmetic,
         "effort": effort,
-        "rounding": None if found.errors is None else _finite(float(found.errors.median())),
+        "rounding": None if found.errors is None else finite(float(found.errors.median())),
         "lost_to_rounding": found.lost,
-        "lipschitz": bounds.upper if math.isfinite(bounds.upper) else None,
+        "lipschitz": finite(bounds.upper),
         "features": bounds.features if bounds.head is not None else None,
         "reason": bounds.reason,
         "seconds": round(time.perf_counter() - began, 1),
@@ -105,10 +106,6 @@ def certification(
             for radius in radii
         }
     return {**record, **provenance(str(device))}
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def _batch(

@@ -80,7 +80,7 @@ class Multipliers:
         ]
         channels = [int(s.ties[0].max()) + 1 for s in stages]
         self.sources = [free(n) for n in channels]
-        self.mixing = [free(n, n) for n in channels]
+        self.mixing = [free(n, n) if index else free(0, 0) for index, n in enumerate(channels)]
         sizes = [op.norm() for s in stages for terms in s.terms for _, op in terms]
         usual = all(1e-3 < size < 1e4 for size in sizes)
         self.dtype = torch.complex64 if usual else torch.complex128
@@ -427,7 +427,9 @@ def fixed(multipliers: Multipliers, index: int, weights: Tensor, slack: float) -
     points = frequencies(stage, FINE)
     form, inner = eliminated(stage, weights, points, multipliers.inner[index], Peaks(), slack)
     root = multipliers.root(index)
-    level = Peaks()(_whitened(form, stage, root)) + math.log1p(slack)
+    if index:
+        form = _whitened(form, stage, root)
+    level = Peaks()(form) + math.log1p(slack)
     number = root @ root.mT * level.exp()
     source = stage.at_every_pixel((number + number.mT) / 2)
     return Fixed(weights, inner, source, _inverse(stage, root).mT * (-level / 2).exp())
