@@ -37,15 +37,20 @@ COLUMNS: dict[str, Entry] = {
     "PGD": lambda r: r.get("pgd"),
     "C&W 0.6": lambda r: r.get("cw", {}).get("0.6"),
     "C&W 0.8": lambda r: r.get("cw", {}).get("0.8"),
+    "APGD 0.6": lambda r: r.get("apgd-l2", {}).get("0.6"),
+    "APGD 0.8": lambda r: r.get("apgd-l2", {}).get("0.8"),
     "AutoAttack": lambda r: r.get("autoattack"),
 }
 
 
-WHOLE = {"clean (all)": ("test_accuracy", "clean"), "PGD-10 (all)": ("test_pgd_accuracy", "PGD")}
+WHOLE = {
+    "clean (all)": ("test_accuracy", "clean", "clean"),
+    "PGD-10 (all)": ("test_pgd_accuracy", "pgd", "PGD"),
+}
 """Accuracies on all test images, which the training measures at its end with ten steps of PGD.
 
-Column → its name in a training's summary, and the column with outcomes image by image that is
-closest to it.
+Column → its name in a training's summary, its name in the summary's outcomes image by image, and
+the column with such outcomes that is closest to it, for records that lack them.
 """
 SEEDS = 3  # with fewer seeds a difference gets no verdict
 
@@ -77,17 +82,34 @@ def grouped(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return groups
 
 
+def whole_entry(name: str) -> Entry:
+    """Return the entry of a column of ``WHOLE``, for :func:`paired`."""
+    return lambda final: final.get("test", {}).get(WHOLE[name][1])
+
+
 def paired(group: list[dict[str, Any]], other: list[dict[str, Any]], entry: Entry) -> Tensor | None:
-    """Return differences of final networks' outcomes, ``(seeds, images)``, for common seeds."""
+    """Return differences of final networks' outcomes, ``(seeds, images)``, for common seeds.
+
+    Args:
+        group: Cells of one arm.
+        other: Cells of the other arm.
+        entry: Picks the outcomes from what is known about a final network: its attacks, and the
+            outcomes on all test images under ``test``.
+    """
     others = {cell["seed"]: cell for cell in other}
     gaps: list[Tensor] = []
     for cell in group:
         if cell["seed"] in others:
-            one, two = entry(cell.get("final", {})), entry(others[cell["seed"]].get("final", {}))
+            one, two = entry(_final(cell)), entry(_final(others[cell["seed"]]))
             if one is None or two is None:
                 return None
             gaps.append(outcomes(one).double() - outcomes(two).double())
     return torch.stack(gaps) if gaps else None
+
+
+def _final(cell: dict[str, Any]) -> dict[str, Any]:
+    tested = cell.get("training", {}).get("final", {})
+    return {"test": tested.get("test", {}), **cell.get("final", {})}
 
 
 def difference(
@@ -203,4 +225,4 @@ def paper_gaps(cell: dict[str, Any]) -> dict[str, float]:
         return {}
     pairs = zip(rows[arm], rows["at"], strict=True)
     told = {name: ours - theirs for name, (ours, theirs) in zip(COLUMNS, pairs, strict=False)}
-    return {**told, **{name: told[column] for name, (_, column) in WHOLE.items()}}
+    return {**told, **{name: told[column] for name, (*_, column) in WHOLE.items()}}

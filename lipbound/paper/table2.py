@@ -39,8 +39,8 @@ from lipbound.robust.training.settings import settings
 
 ON = "CIFAR-10 and CIFAR-100"
 FULL = Plan(
-    ("pgd", "cw"), batch=256, searches=6, search_steps=100, constant=1.0, precision="float16",
-    compile=True,
+    ("pgd", "cw", "apgd-l2"), batch=256, searches=6, search_steps=100, constant=1.0,
+    precision="float16", compile=True,
 )  # fmt: skip
 SWEEP = (0.008, 0.02, 0.05, 0.1)
 LIPREG = {f"at+lipreg {w:g}": {"arm": "at+lipreg", "penalty_weight": w} for w in SWEEP}
@@ -92,6 +92,17 @@ TIERS = {
         {"at": 3, "at+lipreg 0.008": 3},
         FULL,
     ),
+    "P": Tier(
+        "WRN-28-4 on 10,000 training images of CIFAR-10 (500 held-out images choose the `best` "
+        "epoch), batches of 40: the paper's 200 epochs, schedule, rates and 50,000 steps, and so "
+        "its full dose, on so few images that adversarial training overfits",
+        {**FEW, "batch": 40, "epochs": 200, "milestones": (60, 120, 160)},
+        {"at": {"arm": "at"}, "at+lipreg 0.008": {"arm": "at+lipreg"}},
+        {"at": 3, "at+lipreg 0.008": 3},
+        FULL,
+        autoattack=1000,
+        autoattack_best=True,
+    ),
     "B": Tier(
         "PreActResNet-18 on all of CIFAR-10, 60 epochs, one-cycle learning rate",
         {**QUICK, "epochs": 60},
@@ -101,7 +112,9 @@ TIERS = {
             "at awp 0.005": {"arm": "at", "ema": OURS["ema"], "awp": 0.005},
             "ours awp 0.005": AWP["ours awp 0.005"],
         },
-        plan=FULL,
+        {"at": 3, "at+lipreg 0.008": 3},
+        FULL,
+        autoattack_best=True,
         preset="fast",
     ),
     "B100": Tier(
@@ -228,8 +241,10 @@ def _arms(tier: Tier, named: Collection[str]) -> str:
     return (
         f"PGD has {plan.restarts} restarts of {plan.iterations} iterations at radius "
         f"{plan.radius * 255:.3g}/255. Carlini & Wagner's attack (C&W) has {plan.searches} "
-        f"searches of {plan.search_steps} steps. The weight decay is {decay:g} unless an arm "
-        "changes it." + ("\n\nSettings of the arms:\n\n" + "\n".join(meant) if meant else "")
+        f"searches of {plan.search_steps} steps. APGD attacks on the cross-entropy and on each "
+        f"target inside the L2 balls of the same radii, where it was run. The weight decay is "
+        f"{decay:g} unless an arm changes it."
+        + ("\n\nSettings of the arms:\n\n" + "\n".join(meant) if meant else "")
     )
 
 
@@ -281,12 +296,18 @@ def _accuracies(cells: list[dict[str, Any]]) -> str:
             unknown = [""] * (len(COLUMNS) + len(WHOLE) - len(theirs))
             rows.append([f"*the paper's {arm}*", "", "", *theirs, *unknown])
     images = {cell["final"]["clean"]["images"] for cell in cells}
+    heads = ["arm", "network", "seeds", *COLUMNS, *WHOLE]
     return (
         "Accuracies in per cent, mean ± standard deviation over seeds, on the first "
         f"{' or '.join(map(str, sorted(images)))} test images. Columns with (all) are on all test "
-        f"images.\n\n{table(['arm', 'network', 'seeds', *COLUMNS, *WHOLE], rows)}\n"
-        f"{_automatic(cells)}"
+        f"images.\n\n{table(*_filled(heads, rows))}\n{_automatic(cells)}"
     )
+
+
+def _filled(heads: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Leave out the columns in which no row has a value."""
+    kept = [i for i in range(len(heads)) if not rows or any(row[i] for row in rows)]
+    return [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def _automatic(cells: list[dict[str, Any]]) -> str:
@@ -330,7 +351,7 @@ def difference_table(
         if other == "at" and (theirs := paper_gaps(first)):
             told = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in columns]
             rows.append(["*the paper's*", *told])
-    return f"{table(['', *columns], rows)}\n" if rows else ""
+    return f"{table(*_filled(['', *columns], rows))}\n" if rows else ""
 
 
 def gap_row(gaps: Gaps, columns: Iterable[str]) -> list[str]:

@@ -46,7 +46,8 @@ class Tier:
         seeds: Label → number of seeds; arms that are not named have one.
         plan: Attack plan for the best and the final network.
         images: Number of test images to attack.
-        autoattack: Number of these images that AutoAttack gets, for the final network only.
+        autoattack: Number of these images that AutoAttack gets.
+        autoattack_best: Whether AutoAttack also attacks the best network, not only the final one.
         jacobians: Number of images at which the norm of the Jacobian is measured.
         preset: Name of the preset in ``PRESETS``.
         also: Further radii for PGD.
@@ -62,6 +63,7 @@ class Tier:
     plan: Plan = field(default_factory=Plan)
     images: int = 1000
     autoattack: int = 500
+    autoattack_best: bool = False
     jacobians: int = 500
     preset: str = "paper-cifar"
     also: tuple[float, ...] = ()
@@ -206,7 +208,7 @@ def cell(
             f"{radius:g}": look(images, replace(plan, attacks=("pgd",), radius=radius))["pgd"]
             for radius in tier.also
         }
-        if tier.autoattack and kind == "final":
+        if tier.autoattack and (kind == "final" or tier.autoattack_best):
             say("autoattack")
             found[kind]["autoattack"] = look(few, replace(plan, attacks=("autoattack",)))[
                 "autoattack"

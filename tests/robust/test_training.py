@@ -18,6 +18,7 @@ from helpers import SMALL, TINY_SHIFT, blobs, chosen, equal
 
 from lipbound import bound
 from lipbound.files import read
+from lipbound.robust.attacks.evaluate import outcomes
 from lipbound.robust.data.sets import digits
 from lipbound.robust.models import MODELS
 from lipbound.robust.training import checkpoints
@@ -324,8 +325,11 @@ def test_weights_build_their_network(tmp_path):
     model, shape = load_model(tmp_path / "best.safetensors")
     assert shape == (3, 8, 8)
     images, labels = data.test.load(torch.arange(len(data.test)))
-    right = (model(images.float() / 255).argmax(1) == labels).float().mean()
-    assert float(right) == pytest.approx(summary["best"]["test_accuracy"], abs=1e-6)
+    right = model(images.float() / 255).argmax(1) == labels
+    assert float(right.float().mean()) == pytest.approx(summary["best"]["test_accuracy"], abs=1e-6)
+    assert torch.equal(outcomes(summary["best"]["test"]["clean"]), right)
+    attacked = summary["best"]["test"]["pgd"]
+    assert attacked["accuracy"] == pytest.approx(summary["best"]["test_pgd_accuracy"])
     with pytest.raises(ValueError, match="is a checkpoint"):
         load_model(next((tmp_path / "checkpoints").glob("step-*")))
 
@@ -510,7 +514,7 @@ def test_the_best_is_chosen_on_held_out_images_alone(tmp_path, monkeypatch):
     best = checkpoints.about(tmp_path / "best.safetensors")["record"]
     assert best["held_out_pgd_accuracy"] == max(r["held_out_pgd_accuracy"] for r in records)
     run = Run(chosen("at"), data, Team(torch.device("cpu")))
-    scores = iter([(0.9, 0.5), (0.6, 0.7), (0.9, 0.6)])
+    scores = iter(torch.tensor([[[0.9], [0.5]], [[0.6], [0.7]], [[0.9], [0.6]]]))
     monkeypatch.setattr(run_module, "measure", lambda *_: next(scores))
     assert [run.check()[1] for _ in range(3)] == [True, True, False], "by accuracy under attack"
     assert not set(run.feed.held.tolist()) & set(run.feed.kept.tolist())

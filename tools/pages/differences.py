@@ -68,13 +68,16 @@ def whole_difference(
     name: str,
     deviation: Deviation | None = None,
 ) -> dict[str, Any] | None:
-    """Return the difference on all test images, of which only the accuracy is recorded.
+    """Return the difference on all test images.
 
-    How much the images contribute to the interval is therefore estimated from those that were
-    attacked one by one. The contributions of seeds and images are added as squares, each with its
-    own Student's t: with three seeds, Satterthwaite's formula would hide how little is known about
-    the seeds.
+    Older records hold only the accuracy. How much the images contribute to the interval is then
+    estimated from those that were attacked one by one. The contributions of seeds and images are
+    added as squares, each with its own Student's t: with three seeds, Satterthwaite's formula would
+    hide how little is known about the seeds.
     """
+    exact = gaps.difference(group, other, gaps.whole_entry(name))
+    if exact is not None:
+        return widened(exact, deviation)
     others = {cell["seed"]: whole(cell, "final", name) for cell in other}
     pairs = [(whole(cell, "final", name), others.get(cell["seed"])) for cell in group]
     own = [one - two for one, two in pairs if one is not None and two is not None]
@@ -86,7 +89,7 @@ def whole_difference(
     elif deviation is not None:
         by_seeds = student(deviation.value**2, deviation.degrees)
     by_images = math.inf
-    table = gaps.paired(group, other, COLUMNS[WHOLE[name][1]])
+    table = gaps.paired(group, other, COLUMNS[WHOLE[name][2]])
     if table is not None and table.shape[1] > 1:
         images = TEST_IMAGES.get(data(group[0]), table.shape[1])
         by_images = student(float(table.mean(0).var()) / images, table.shape[1] - 1)

@@ -8,6 +8,23 @@ from torch import Tensor
 from lipbound.robust.attacks.pgd import Found, perturbation_norms
 
 
+class _Contiguous(torch.nn.Module):
+    """A network whose gradient at the images is contiguous, as the package's L2 attacks require.
+
+    The gradient of a network in channels_last is in channels_last too.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.requires_grad:
+            images = images.view_as(images)
+            images.register_hook(Tensor.contiguous)
+        return self.model(images)
+
+
 def autoattack(
     model: torch.nn.Module, images: Tensor, labels: Tensor, *, radius: float, ball: str = "linf",
     seed: int = 0, batch: int = 250, attacks: list[str] | None = None,
@@ -37,16 +54,18 @@ def autoattack(
         classes = model(images[:1]).shape[1]
     if attacks is None and classes < 4:
         attacks = ["apgd-ce", "fab", "square"]
+    elif attacks is not None and classes < 4:
+        attacks = [name for name in attacks if name != "apgd-t"]
     version = "standard" if attacks is None else "custom"
     norm = {"linf": "Linf", "l2": "L2"}[ball]
     attack = AutoAttack(
-        model, norm=norm, eps=radius, seed=seed, version=version, attacks=attacks,
+        _Contiguous(model), norm=norm, eps=radius, seed=seed, version=version, attacks=attacks,
         device=images.device,
     )  # fmt: skip
     attack.apgd.n_restarts = attack.fab.n_restarts = 1  # its custom version defaults to five
     attack.apgd_targeted.n_target_classes = min(9, classes - 1)
     attack.fab.n_target_classes = min(9, classes - 1)
-    found = attack.run_standard_evaluation(images, labels, batch_size=batch)
+    found = attack.run_standard_evaluation(images.contiguous(), labels, batch_size=batch)
     found = (found[0] if isinstance(found, tuple) else found).to(images)
     with torch.no_grad():
         broken = torch.cat([model(part).argmax(1) for part in found.split(batch)]) != labels

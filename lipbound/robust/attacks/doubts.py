@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.attacks.pgd import Found, ascent, cross_entropy, margin, pgd, random_search
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
-from lipbound.robust.attacks.plan import Plan
+from lipbound.robust.attacks.plan import SMALLEST, Plan
 from lipbound.robust.attacks.recheck import Examples, valid, verified
 
 
@@ -152,6 +152,31 @@ def _rivals(case: Case) -> None:
                 case.said.append(f"{text} ({share(broken):.3f}) than {mine} ({share(reached):.3f})")
 
 
+def _smallest(case: Case) -> None:
+    """Check that no attack inside the largest L2 ball does better than another, or than PGD."""
+    plan = case.plan
+    asked = [name for name in SMALLEST if name in case.found]
+    if not asked:
+        return
+    radius = max(plan.radii)
+    own = {
+        name: valid(case.model, case.found[name], case.on, "l2", radius, plan.batch)
+        for name in asked
+    }
+    inside = strongest_pgd(
+        case.model, case.on.images, case.on.labels, radius=radius, step=plan.step * radius,
+        iterations=100, restarts=2, ball="l2", loss="alternate", seed=plan.seed,
+    ).images  # fmt: skip
+    for name, broken in {**own, "PGD": case.looked(inside)}.items():
+        case.note(f"{name} in l2 {radius:g}", broken)
+        for mine, reached in own.items():
+            if mine != name and better(broken, reached):
+                case.said.append(
+                    f"{name} in the L2 ball of radius {radius:g} does better "
+                    f"({share(broken):.3f}) than {mine} ({share(reached):.3f})"
+                )
+
+
 def _large_radii(case: Case) -> None:
     limit = 1.0 if case.plan.ball == "linf" else math.sqrt(case.on.images[0].numel())
     radii = (case.plan.radius, limit / 4, limit / 2, limit)
@@ -192,6 +217,6 @@ def _promise(case: Case) -> None:
 
 
 LOOKS: tuple[Callable[[Case], None], ...] = (
-    _deterministic, _more_iterations, _large_radii, _gradients, _promise, _rivals,
+    _deterministic, _more_iterations, _large_radii, _gradients, _promise, _rivals, _smallest,
 )  # fmt: skip
 """Checks, in the order in which they run."""

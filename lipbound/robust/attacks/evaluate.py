@@ -19,7 +19,7 @@ from lipbound.network.findings import Audit
 from lipbound.network.jacobian import norms_by_rows
 from lipbound.robust.attacks.doubts import doubt
 from lipbound.robust.attacks.pgd import Found, perturbation_norms
-from lipbound.robust.attacks.plan import ATTACKS, Engine, Plan, engine, strongest
+from lipbound.robust.attacks.plan import ATTACKS, SMALLEST, Engine, Plan, engine, strongest
 from lipbound.robust.attacks.recheck import Examples, check, tf32, valid
 
 CERTIFIED_RADII = tuple(r / 255 for r in (36, 72, 108, 255))
@@ -46,7 +46,7 @@ def accuracy(right: Tensor) -> dict[str, Any]:
     bits = "".join("1" if one else "0" for one in right.tolist())
     return {
         "accuracy": good / count,
-        "interval": interval(good, count),
+        "interval": list(interval(good, count)),
         "images": count,
         "right": f"{int(bits, 2):0{-(-count // 4)}x}",
     }
@@ -210,7 +210,7 @@ QUANTILES = [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
 def _reported(name: str, found: Found, on: Engine, examples: Examples) -> dict[str, Any]:
     """Return accuracies after the adversarial images were checked again in float32."""
     plan, mistakes = on.plan, examples.mistakes
-    bounded = name not in ("cw", "cw-projected")
+    bounded = name not in SMALLEST
     ball, radius = (plan.ball, plan.radius) if bounded else ("l2", math.inf)
     broken = valid(on.model, found, examples, ball, radius, plan.batch)
     result: dict[str, Any] = {"not_reproduced": int((found.broken & ~broken).sum())}

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Plan:
         restarts: Number of PGD restarts.
         loss: Loss that PGD maximizes, a name in ``LOSSES``.
         decay: Whether the steps of PGD shrink.
-        radii: L2 radii at which to report the accuracy under Carlini & Wagner's attack.
+        radii: L2 radii at which to report the accuracy under the attacks in ``SMALLEST``.
         searches: Number of values of Carlini & Wagner's constant to try.
         search_steps: Number of steps for each value of the constant.
         constant: First value of Carlini & Wagner's constant. A value near 1 needs fewer searches.
@@ -97,10 +98,12 @@ class Plan:
                 raise ValueError(f"{name}={radius!r} must be positive and finite")
         if self.ball == "linf" and self.radius > 1:
             raise ValueError(f"radius={self.radius:g} in linf exceeds the range [0, 1]; try 0.0314")
-        if "autoattack" in self.attacks and importlib.util.find_spec("pyautoattack") is None:
-            raise ValueError("AutoAttack requires: pip install 'lipbound[attacks]'")
-        if {"cw", "cw-projected"} & set(self.attacks) and not self.radii:
-            raise ValueError("radii=() is empty; Carlini & Wagner's attack needs one, such as 0.6")
+        outside = [name for name in self.attacks if name in NEEDS_PACKAGE]
+        if outside and importlib.util.find_spec("pyautoattack") is None:
+            raise ValueError(f"attack {outside[0]!r} requires: pip install 'lipbound[attacks]'")
+        smallest = [name for name in self.attacks if name in SMALLEST]
+        if smallest and not self.radii:
+            raise ValueError(f"radii=() is empty; attack {smallest[0]!r} needs one, such as 0.6")
 
     @property
     def fine(self) -> str:
@@ -177,28 +180,41 @@ def strongest(on: Engine, images: Tensor, labels: Tensor, radius: float, **optio
         )  # fmt: skip
 
 
-def _projected(on: Engine, images: Tensor, labels: Tensor) -> Found:
-    """Attack at every radius, and keep the smallest ball in which each image was broken."""
-    found: Found | None = None
-    for radius in sorted(on.plan.radii, reverse=True):
-        new = strongest(on, images, labels, radius, ball="l2", loss="margin", decay=False)
-        broken = verified(on.model, new.images, labels, on.plan.batch)
-        found = new if found is None else Found(
-            torch.where(broken.reshape(-1, 1, 1, 1), new.images, found.images),
-            broken | found.broken,
-            torch.where(broken, new.norms, found.norms),
-            torch.where(broken, new.iteration, found.iteration),
-        )  # fmt: skip
-    assert found is not None
+Attack = Callable[[Engine, Tensor, Tensor], Found]
+InBall = Callable[[Engine, Tensor, Tensor, float], Found]
+
+
+def _mistakes(on: Engine, images: Tensor, labels: Tensor) -> Found:
+    """Return the images as they are; those that are misclassified need no perturbation."""
+    wrong = verified(on.model, images, labels, on.plan.batch)
+    return Found(images.clone(), wrong, torch.zeros(wrong.shape).to(images), 0 * labels)
+
+
+def _smallest_ball(on: Engine, images: Tensor, labels: Tensor, attack: InBall) -> Found:
+    """Attack at every radius, from the smallest up, what no smaller ball broke."""
+    found = _mistakes(on, images, labels)
+    for radius in sorted(on.plan.radii):
+        left = (~found.broken).nonzero()[:, 0]
+        if not len(left):
+            break
+        new = attack(on, images[left], labels[left], radius)
+        broken = verified(on.model, new.images, labels[left], on.plan.batch)
+        _put(found, left, replace(new, broken=broken))
     return found
+
+
+def _projected(on: Engine, images: Tensor, labels: Tensor, radius: float) -> Found:
+    return strongest(on, images, labels, radius, ball="l2", loss="margin", decay=False)
+
+
+def _apgd(on: Engine, images: Tensor, labels: Tensor, radius: float) -> Found:
+    return _autoattack(on, images, labels, radius=radius, ball="l2", attacks=["apgd-ce", "apgd-t"])
 
 
 def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
     """Attack the correctly classified images; the others need no perturbation."""
     plan = on.plan
-    mistakes = verified(on.model, images, labels, plan.batch)
-    none = torch.zeros(mistakes.shape).to(images)
-    found = Found(images.clone(), mistakes, none, 0 * labels)
+    found = _mistakes(on, images, labels)
 
     def search(logits: Logits, who: Tensor, width: int = 0, replay: Replay | None = None) -> None:
         for part in who.split(plan.batch) if len(who) else ():
@@ -212,7 +228,7 @@ def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
     # CUDA graphs and compiled networks need batches of one shape.
     width = plan.batch if on.replay else min(plan.batch, len(images)) * plan.compile
     with on.at(plan.fine) as logits:
-        search(logits, (~mistakes).nonzero()[:, 0], width, on.replay)
+        search(logits, (~found.broken).nonzero()[:, 0], width, on.replay)
     found = pushed(on.model, images, labels, found, plan.batch)
     lost = _unconfirmed(on, found, labels)
     if not len(lost):
@@ -251,11 +267,11 @@ def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch
     return replace(found, images=kept, norms=norms)
 
 
-def _autoattack(on: Engine, images: Tensor, labels: Tensor) -> Found:
+def _autoattack(on: Engine, images: Tensor, labels: Tensor, **changes: Any) -> Found:
     """Run AutoAttack, and repeat it in float32 on images that are broken only in its precision."""
     plan, half = on.plan, HALVES.get(on.plan.fine)
     options: dict[str, Any] = {
-        "radius": plan.radius, "ball": plan.ball, "seed": plan.seed, "batch": plan.batch,
+        "radius": plan.radius, "ball": plan.ball, "seed": plan.seed, "batch": plan.batch, **changes,
     }  # fmt: skip
     with tuned(False):  # its batches differ in size
         with tf32(plan.fine == "tf32"):
@@ -267,12 +283,14 @@ def _autoattack(on: Engine, images: Tensor, labels: Tensor) -> Found:
     return found
 
 
-Attack = Callable[[Engine, Tensor, Tensor], Found]
-
 ATTACKS: dict[str, Attack] = {
     "pgd": lambda on, images, labels: strongest(on, images, labels, on.plan.radius),
-    "cw": _carlini_wagner,
-    "cw-projected": _projected,
     "autoattack": _autoattack,
+    "cw": _carlini_wagner,
+    "cw-projected": partial(_smallest_ball, attack=_projected),
+    "apgd-l2": partial(_smallest_ball, attack=_apgd),
 }
-"""Name → attack. ``cw`` minimizes the norm; ``cw-projected`` runs PGD in each L2 ball."""
+"""Name → attack. ``cw`` minimizes the norm; ``cw-projected`` runs PGD in each L2 ball of the plan's
+``radii``, and ``apgd-l2`` runs APGD there, on the cross-entropy and on each target."""
+NEEDS_PACKAGE = ("autoattack", "apgd-l2")
+SMALLEST = ("cw", "cw-projected", "apgd-l2")  # report the accuracy at each L2 radius

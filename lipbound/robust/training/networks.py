@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,18 +111,18 @@ def measure(
     feed: Feed,
     images: tuple[Split, Tensor],
     stop: Sequence[str] = (),
-) -> tuple[float, float]:
-    """Return the accuracies of a network without attack and under PGD.
+) -> Tensor:
+    """Return whether each image is classified correctly without attack and under PGD.
 
-    The second is NaN if the settings ask for no attack.
+    The result has shape ``(2, images)``, or ``(1, images)`` if the settings ask for no attack.
 
     Raises:
         Stopped: If the process was asked to stop.
     """
     (split, indices), chosen, who = images, networks.chosen, networks.who
-    own = indices[who.mine(len(indices))]
-    size = chosen.batch // who.size
-    counts = torch.zeros(2, device=who.device)
+    mine = who.mine(len(indices))
+    own, size = indices[mine], chosen.batch // who.size
+    right = torch.zeros(2 if chosen.check_attack else 1, len(indices), device=who.device)
     model.eval()
     for place in range(0, len(own), size):
         if stop and who.size == 1:  # several processes could not agree on a place
@@ -140,7 +139,6 @@ def measure(
             ))  # fmt: skip
         with torch.no_grad(), networks.autocast():
             for row, batch in enumerate(batches):
-                right = model(batch).argmax(1) == labels
-                counts[row] += right[: len(which)].sum()
-    clean, robust = (who.sum(counts) / len(indices)).tolist()
-    return clean, robust if chosen.check_attack else math.nan
+                found = (model(batch).argmax(1) == labels)[: len(which)]
+                right[row, mine][place : place + size] = found.float()
+    return who.sum(right) > 0

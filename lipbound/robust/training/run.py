@@ -20,6 +20,7 @@ from lipbound.constraints.orthogonal import orthogonal_layers
 from lipbound.network.accuracy import certified_accuracy
 from lipbound.network.audits import audit
 from lipbound.penalty.penalty import Penalty
+from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.data.sets import Data
 from lipbound.robust.training.batches import START, Feed
 from lipbound.robust.training.certified import SETTLED, MarginDescent
@@ -219,24 +220,25 @@ class Run:
         loss, value, right = self._means()
         held = self.feed.held[: self.chosen.check]
         self.ready = self.descent.settled()
-        clean = robust = math.nan
+        shares: list[float | None] = [None, None]
         estimated: dict[str, float] = {}
         if len(held):
             images = (self.feed.train, held)
-            clean, robust = measure(self.networks, self.ready, self.feed, images, self.stop)
+            shares = _shares(measure(self.networks, self.ready, self.feed, images, self.stop))
             estimated = self._estimated(held)
         self.sums.zero_()
-        score = next(iter(estimated.values()), robust if self.chosen.attack else clean)
-        better = not score <= self.best  # without held-out images the newest weights are the best
-        self.best = score if better else self.best
+        score = next(iter(estimated.values()), shares[1 if self.chosen.attack else 0])
+        # Without held-out images the newest weights are the best.
+        better = score is None or score > self.best
+        self.best = score if better and score is not None else self.best
         self.record = {
             "step": self.step,
             "epoch": self.step // self.feed.per_epoch,
             "loss": loss,
             "penalty": value,
             "train_accuracy": right,
-            "held_out_accuracy": None if math.isnan(clean) else clean,
-            "held_out_pgd_accuracy": None if math.isnan(robust) else robust,
+            "held_out_accuracy": shares[0],
+            "held_out_pgd_accuracy": shares[1],
             **estimated,
             "log10_product": self.log10_product(),
             "lr": self._rate(self.step - 1),
@@ -281,12 +283,13 @@ class Run:
         model, images = self.networks.evaluated, (self.data.test, torch.arange(len(self.data.test)))
         if isinstance(self.descent, MarginDescent):
             model = copy.deepcopy(model)  # a copy is not compiled, for other shapes
-        clean, robust = measure(self.networks, model, self.feed, images, self.stop)
-        product = self.log10_product()
+        right = measure(self.networks, model, self.feed, images, self.stop)
+        clean, robust = _shares(right)
         found = {
             "test_accuracy": clean,
-            "test_pgd_accuracy": None if math.isnan(robust) else robust,
-            "log10_product": product,
+            "test_pgd_accuracy": robust,
+            "test": dict(zip(("clean", "pgd"), map(accuracy, right), strict=False)),
+            "log10_product": self.log10_product(),
         }
         return {**found, **self._certified()} if self.chosen.certify else found
 
@@ -373,6 +376,12 @@ class Run:
             "penalty": self.penalty,
         }
         return {name: part for name, part in parts.items() if part is not None}
+
+
+def _shares(right: Tensor) -> list[float | None]:
+    """Return the accuracies without attack and under PGD, ``None`` if it was not run."""
+    shares: list[float | None] = right.double().mean(1).tolist()
+    return [*shares, None][:2]
 
 
 def penalty_of(chosen: Settings, model: nn.Module, data: Data) -> Penalty | None:
