@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +46,8 @@ class Result:
 
     rounding: ClassVar[Mapping[str, str]] = {"lower": "down", "upper": "up", "LipBound": "up"}
     """How to round the numbers of a column that is shown, so that they stay valid."""
+    shares: ClassVar[frozenset[str]] = frozenset()
+    """Columns that hold shares between 0 and 1, which are shown in percent."""
 
     def title(self) -> str:
         """Return the name of the result."""
@@ -85,12 +87,12 @@ class Result:
         write(Path(path), self._page().encode())
 
     def _page(self) -> str:
-        body = _html(self._shown(self.rows()), self.summary())
+        body = _html(self.texts(self.rows()), self.summary())
         return PAGE.format(title=escape(printable(self.title())), body=body)
 
     def __str__(self) -> str:
         rows = self.rows()
-        lines = [printable(self.title()), *_table(self._shown(rows[:LONGEST]))]
+        lines = [printable(self.title()), *_table(self.texts(rows[:LONGEST]))]
         if len(rows) > LONGEST:
             lines.append(f"... and {len(rows) - LONGEST:,} more rows; rows() returns all")
         return "\n".join([*lines, *map(printable, self.summary())])
@@ -101,14 +103,17 @@ class Result:
         if len(rows) > LONGEST:
             said = [f"{len(rows) - LONGEST:,} more rows are not shown; rows() returns all", *said]
         heading = f"<strong>{escape(printable(self.title()))}</strong>"
-        return heading + _html(self._shown(rows[:LONGEST]), said)
+        return heading + _html(self.texts(rows[:LONGEST]), said)
 
-    def _shown(self, rows: Sequence[Row]) -> list[dict[str, str]]:
+    def texts(self, rows: Sequence[Row]) -> list[dict[str, str]]:
         """Return the rows as texts."""
-        return [
-            {name: shown(value, self.rounding.get(name, "nearest")) for name, value in row.items()}
-            for row in rows
-        ]
+
+        def text(name: str, value: Any) -> str:
+            rounding = self.rounding.get(name, "nearest")
+            whole = name in self.shares and value is not None
+            return percent(value, rounding) if whole else shown(value, rounding)
+
+        return [{name: text(name, value) for name, value in row.items()} for row in rows]
 
 
 ROUNDINGS = {"nearest": ROUND_HALF_EVEN, "up": ROUND_CEILING, "down": ROUND_FLOOR}
@@ -117,14 +122,28 @@ ROUNDINGS = {"nearest": ROUND_HALF_EVEN, "up": ROUND_CEILING, "down": ROUND_FLOO
 def digits(value: float, count: int = 5, rounding: str = "nearest") -> str:
     """Format a number with some digits, rounded to the nearest, up or down.
 
+    The number is the shortest decimal that a computer reads as the same float, so that 0.3 rounded
+    down is 0.3, although the float is slightly below.
+
     Example:
         >>> digits(1.00004999), digits(1.00004999, 4, "up"), digits(2e7 - 1, 3, "down")
         ('1', '1.001', '1.99e+07')
     """
     if not math.isfinite(value):
         return str(value)
-    exact = Context(prec=count, rounding=ROUNDINGS[rounding]).create_decimal(value)
+    exact = Context(prec=count, rounding=ROUNDINGS[rounding]).create_decimal(repr(float(value)))
     return f"{float(exact):.{count}g}"
+
+
+def percent(share: float, rounding: str = "nearest") -> str:
+    """Format a share in percent with one decimal.
+
+    Example:
+        >>> percent(0.3, "down"), percent(0.99996), percent(0.99996, "down"), percent(0.29, "down")
+        ('30.0 %', '100.0 %', '99.9 %', '29.0 %')
+    """
+    exact = 100 * Decimal(repr(float(share)))
+    return f"{exact.quantize(Decimal('0.1'), ROUNDINGS[rounding])} %"
 
 
 def shown(value: Any, rounding: str = "nearest") -> str:
@@ -167,7 +186,7 @@ def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text or 0)
+        float(text.removesuffix(" %") or 0)
     except ValueError:
         return False
     return True

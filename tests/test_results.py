@@ -12,6 +12,8 @@ from torch import nn
 
 from lipbound import audit, bracket, certified_accuracy
 from lipbound.network.findings import Audit, LayerReport
+from lipbound.results import percent, shown
+from lipbound.robust import Evaluation, Plan, evaluate
 
 EVIL = "<script>alert(1)</script>\x1b[2J"
 
@@ -24,12 +26,14 @@ def network() -> nn.Module:
 def results():
     model = network()
     found = audit(model, (1, 8, 8), search=1)
-    data = [(torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2]))]
+    images, labels = torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
+    plan = Plan(("pgd", "cw-projected"), radius=0.1, iterations=2, restarts=1)
     return {
         "audit": found,
         "without a shape": audit(model),
         "bracket": bracket(model[0]),
-        "accuracy": certified_accuracy(model, found, data, [0.001, 0.1]),
+        "accuracy": certified_accuracy(model, found, [(images, labels)], [0.001, 0.1]),
+        "attack": evaluate(model, images, labels, plan, audit=found, jacobians=2),
     }
 
 
@@ -56,6 +60,31 @@ def test_an_audit_prints_its_layers_and_its_bound():
     assert "network: certified Lipschitz constant at most" in str(RESULTS["audit"])
     assert repr(RESULTS["audit"]).startswith("Audit(upper=")
     assert "certified, relative width" in str(RESULTS["bracket"])
+
+
+def test_an_evaluation_is_the_record_and_a_table():
+    found = RESULTS["attack"]
+    assert Evaluation(json.loads(json.dumps(found.to_dict()))).rows() == found.rows()
+    by_attack = {row["attack"]: row for row in found.rows()}
+    assert by_attack["pgd linf 0.1, 2×1"]["accuracy"] == found["pgd"]["accuracy"]
+    assert by_attack["cw-projected l2 0.8"]["low"] == found["cw-projected"]["0.8"]["interval"][0]
+    said = [line for line in str(found).splitlines() if line.startswith("doubt: ")]
+    assert [line.removeprefix("doubt: ") for line in said] == found["doubts"]
+    assert repr(found).startswith("Evaluation(clean=")
+
+
+@pytest.mark.parametrize("value", [0.3, 1 / 3, 0.29, 2e-9, 0.999999, 123456.7, 1e300])
+def test_a_shown_number_is_on_the_right_side_and_as_short_as_it_is(value):
+    assert float(shown(value, "down")) <= value <= float(shown(value, "up"))
+    assert shown(0.3, "down") == shown(0.3, "up") == "0.3"
+
+
+@pytest.mark.parametrize("value", [0.0, 0.29, 0.3, 1 / 3, 0.99999, 1.0])
+def test_a_share_is_shown_on_the_right_side(value):
+    low, high = (float(percent(value, side).removesuffix(" %")) for side in ("down", "up"))
+    assert low <= 100 * value * (1 + 1e-15)
+    assert high >= 100 * value * (1 - 1e-15)
+    assert percent(0.29, "down") == percent(0.29, "up") == "29.0 %"
 
 
 def test_a_long_table_is_cut_and_says_so():

@@ -36,7 +36,8 @@ def attack(
         list[str] | None,
         typer.Option(
             "--attack",
-            help="Attack to run (repeatable): pgd, cw, cw-projected, autoattack. Default: pgd.",
+            help="Attack to run (repeatable): pgd, cw, cw-projected, apgd-l2, autoattack. Default: "
+            "pgd.",
         ),
     ] = None,
     data: DATA = None,
@@ -61,7 +62,8 @@ def attack(
     l2_radius: Annotated[
         list[float] | None,
         typer.Option(
-            help="L2 radius at which to report C&W accuracy (repeatable; default 0.6 and 0.8)."
+            help="L2 radius at which to report the accuracy under cw, cw-projected and apgd-l2 "
+            "(repeatable; default 0.6 and 0.8)."
         ),
     ] = None,
     jacobians: Annotated[
@@ -121,13 +123,14 @@ def attack(
                 path, other, images, plan, who.device, certify=certify, jacobians=jacobians,
                 progress=lambda what: typer.echo(f"{what} ...", err=True),
             )  # fmt: skip
-            records.append({**record, "data": name})
+            record["data"] = name
+            records.append(record)
             if json_:
-                echo(json.dumps(records[-1], indent=1))
+                echo(json.dumps(record, indent=1))
             else:
-                attack_table(records[-1])
+                attack_table(record)
             if out is not None:
-                append(out, records[-1])
+                append(out, record)
                 typer.echo(f"wrote {out}", err=True)
     if plot is not None:
         from lipbound.report.figures import attack_figure

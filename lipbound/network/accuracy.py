@@ -60,6 +60,7 @@ class CertifiedAccuracy(Result):
         return found
 
     rounding: ClassVar[Mapping[str, str]] = {"accuracy": "down", "worst class": "down"}
+    shares: ClassVar[frozenset[str]] = frozenset(rounding)
 
     def summary(self) -> list[str]:
         """Say what is certified, and for how many images only rounding prevents it."""

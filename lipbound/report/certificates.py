@@ -7,8 +7,9 @@ from typing import Any
 
 from lipbound import __version__
 from lipbound.report.figures import certificate_axes, encoded
-from lipbound.report.terminal import Record, Screen, echo, title_of, titled
+from lipbound.report.terminal import Record, Screen, echo, titled
 from lipbound.results import digits
+from lipbound.robust.attacks.evaluation import title_of
 
 HEADINGS = (
     "L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked", "proved",

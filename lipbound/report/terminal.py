@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape as without_markup
@@ -18,6 +18,9 @@ from rich.table import Table
 from lipbound.files import printable
 from lipbound.network.findings import Audit, geometry
 from lipbound.results import shown
+
+if TYPE_CHECKING:
+    from lipbound.robust.attacks.evaluation import Evaluation
 
 Record = dict[str, Any]
 
@@ -219,59 +222,18 @@ def titled(title: str) -> Table:
                  pad_edge=False)  # fmt: skip
 
 
-def title_of(record: Record) -> str:
-    """Name the network and the data of a record of ``attack`` or ``certify``."""
-    parts = (record["model"], record["arm"], record["checkpoint"])
-    return f"{', '.join(filter(None, parts))} on {record['data']}"
-
-
-def attack_table(record: Record) -> None:
+def attack_table(found: Evaluation) -> None:
     """Print accuracies with confidence intervals, then reasons to doubt them."""
     console = Screen()
-    table = titled(title_of(record))
-    table.add_column("")
-    table.add_column("accuracy", justify="right", no_wrap=True)
-    table.add_column("95 % interval", justify="right", no_wrap=True)
-    table.add_column("images", justify="right")
-
-    def row(name: str, found: Record) -> None:
-        low, high = found["interval"]
-        ends = f"{100 * low:.1f} to {100 * high:.1f} %"
-        table.add_row(escape(name), f"{100 * found['accuracy']:.1f} %", ends, str(found["images"]))
-
-    row("clean", record["clean"])
-    plan = record["plan"]
-    for name in plan["attacks"]:
-        if "accuracy" in record[name]:
-            sized = f"{name} {plan['ball']} {plan['radius']:.4g}"
-            budget = f", {plan['iterations']}×{plan['restarts']}" if name == "pgd" else ""
-            row(sized + budget, record[name])
-        else:
-            for radius, found in record[name].items():
-                if isinstance(found, dict):
-                    row(f"{name} l2 {radius}", found)
-    for radius, found in record.get("certified", {}).items():
-        row(f"certified l2 {radius}", found)
+    table = titled(found.title())
+    rows = found.texts(found.rows())
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "attack" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
     console.show(table)
-    if record.get("cw", {}).get("median_norm") is not None:
-        console.print(f"median L2 norm of C&W perturbations: {record['cw']['median_norm']:.4g}")
-    if "jacobian_norms" in record:
-        norms = record["jacobian_norms"]
-        console.print(
-            f"Jacobian norm: mean {norms['mean']:.3g}, largest {norms['quantiles'][-1]:.3g}"
-        )
-    if "evidence" in record:
-        seen = record["evidence"]
-        names = ("pgd_10", "pgd_50", "pgd_250", "margin", "random_search", "transfer", "white_box")
-        parts = [f"{n.replace('_', ' ')} {seen[n]:.3f}" for n in names if n in seen]
-        largest = list(seen["against_radius"].values())[-1]
-        console.print(
-            f"accuracy on {seen['images']} images: {', '.join(parts)}, largest radius {largest:.3f}"
-        )
-    for text in record.get("doubts", []):
-        console.print(escape(f"doubt: {text}"), style="yellow")
-    if "doubts" in record and not record["doubts"]:
-        console.print("no doubts: gradients, iterations, radii and a gradient-free attack agree")
+    for text in found.summary():
+        console.print(escape(text), style="yellow" if text.startswith("doubt: ") else None)
 
 
 ROWS = 400  # largest number of rows of a printed table

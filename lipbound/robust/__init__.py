@@ -4,6 +4,7 @@ from lipbound.robust.attacks.autoattack import autoattack
 from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.attacks.carlini_wagner import carlini_wagner
 from lipbound.robust.attacks.evaluate import evaluate
+from lipbound.robust.attacks.evaluation import Evaluation
 from lipbound.robust.attacks.pgd import pgd
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.plan import ATTACKS, Plan
@@ -25,6 +26,7 @@ __all__ = [
     "MODELS",
     "PRESETS",
     "Data",
+    "Evaluation",
     "Plan",
     "Settings",
     "Trained",

@@ -1,7 +1,4 @@
-"""Evaluate a network under attack: accuracies with intervals, norms, and doubts.
-
-``evaluate`` computes a record and prints nothing.
-"""
+"""Evaluate a network under attack: accuracies with intervals, norms, and doubts."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from lipbound.network.certificates import certify
 from lipbound.network.findings import Audit
 from lipbound.network.jacobian import norms_by_rows
 from lipbound.robust.attacks.doubts import doubt
+from lipbound.robust.attacks.evaluation import Evaluation
 from lipbound.robust.attacks.pgd import Found, perturbation_norms
 from lipbound.robust.attacks.plan import ATTACKS, SMALLEST, Engine, Plan, engine, strongest
 from lipbound.robust.attacks.recheck import Examples, check, tf32, valid
@@ -76,7 +74,7 @@ def evaluate(
     doubts: bool = True,
     surrogate: nn.Module | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Attack a classifier and return a record of its accuracies.
 
     Args:
@@ -94,7 +92,8 @@ def evaluate(
         progress: Called with the name of each stage when it begins.
 
     Returns:
-        A record: the ``precision`` of the searches, ``clean``, the ``accuracy`` and ``interval`` of
+        A dictionary that prints as a table: the ``plan``, the ``precision`` of the searches,
+        ``clean``, the ``accuracy`` and ``interval`` of
         each attack (for PGD also by number of iterations, for Carlini & Wagner by that of steps),
         ``certified``, ``jacobian_norms``, ``doubts`` (sentences; an empty list is good) and the
         evidence for the doubts.
@@ -105,7 +104,7 @@ def evaluate(
     """
     plan = plan or Plan()
     with engine(model, images, plan) as ready:
-        record: dict[str, Any] = {"precision": ready.plan.precision}
+        record = Evaluation(plan=vars(plan), precision=ready.plan.precision)
         if ready.plan.precision != plan.precision:
             progress(
                 f"{plan.precision} loses this network's gradients, so the attacks search in "

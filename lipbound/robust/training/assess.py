@@ -13,6 +13,7 @@ from torch import Tensor
 from lipbound.files import provenance
 from lipbound.network.audits import audit
 from lipbound.robust.attacks.evaluate import evaluate
+from lipbound.robust.attacks.evaluation import Evaluation
 from lipbound.robust.attacks.plan import Plan
 from lipbound.robust.training.trained import Trained, load_trained
 from lipbound.weights import check_file
@@ -53,7 +54,7 @@ def assess(
     certify: bool = False,
     progress: Callable[[str], None] = lambda _: None,
     **options: Any,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Return a network's record from :func:`lipbound.robust.attacks.evaluate.evaluate`.
 
     Args:
@@ -95,10 +96,5 @@ def assess(
             for name in ("upper", "product")
             for value in (getattr(bounds, name),)
         }
-    return {
-        "experiment": "attack",
-        **network.names,
-        "plan": vars(plan),
-        **record,
-        **provenance(str(device), plan.seed),
-    }
+    whole = {"experiment": "attack", **network.names, **record}
+    return Evaluation(whole | provenance(str(device), plan.seed))
