@@ -1,6 +1,6 @@
 """Train with the penalty in Lightning: a callback adds its gradient before every step.
 
-pip install lightning
+pip install "lipbound[lightning,digits]"
 python examples/lightning_module.py
 """
 
@@ -11,27 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lipbound
-
-
-class LipschitzPenalty(lightning.Callback):
-    """Adds λ Σ log bound of the layers to the loss of any LightningModule, with any optimizer."""
-
-    def __init__(self, weight: float = 0.05, **options):
-        self.weight, self.options = weight, options
-
-    def on_fit_start(self, trainer, module):
-        self.penalty = lipbound.Penalty(module, self.weight, **self.options)
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        # The gradients are averaged and unscaled here, so every device adds the same.
-        module.log("penalty", self.penalty.add_grad_())
-
-    def on_validation_epoch_end(self, trainer, module):
-        if not trainer.sanity_checking:
-            module.log("log10_product", sum(self._logs(module)))
-
-    def _logs(self, module):
-        return [torch.log10(torch.tensor(b)) for b in self.penalty.bounds().values()]
+from lipbound.lightning import LipschitzPenalty
 
 
 class Digits(lightning.LightningModule):
@@ -64,9 +44,10 @@ def main() -> None:
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     data = TensorDataset(images, torch.tensor(digits.target))
     train, held = torch.utils.data.random_split(data, [1500, 297])
+    penalty = LipschitzPenalty(0.05)
     trainer = lightning.Trainer(
         max_epochs=5, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[LipschitzPenalty()],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[penalty],
     )  # fmt: skip
     module = Digits()
     trainer.fit(module, DataLoader(train, 64, shuffle=True), DataLoader(held, 297))

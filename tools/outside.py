@@ -25,7 +25,7 @@ LOCK = ["-c", str(ROOT / "requirements.lock")]
 # Without dependencies: they include torchvision, which does not import with every torch.
 EXAMPLES = {
     "plain_loop": [],
-    "lightning_module": [["lightning"]],
+    "lightning_module": [["lightning>=2.6,<3"]],
     "factory_model": [["--no-deps", "pytorchcv"]],
 }
 """Example → further arguments for pip."""

@@ -54,7 +54,8 @@ class Penalty:
 
     With a ``GradScaler`` call ``add_grad_()`` after ``scaler.unscale_(optimizer)``, or pass
     ``scale=scaler.get_scale()``. Under DistributedDataParallel pass the inner module or the
-    wrapper; every rank adds the same gradient, so call it after ``backward``.
+    wrapper, and call it after ``backward``. Every rank then adds the same gradient only if the
+    running statistics of its BatchNorm layers are the same, as with ``SyncBatchNorm``.
 
     Args:
         model: The network. Its weights are read at every call. Frozen weights count in the
