@@ -84,6 +84,18 @@ class CertifiedAccuracy(Result):
             "classes": self.classes,
         }
 
+    @property
+    def median_radius(self) -> float:
+        """Return the median radius of the images that are classified correctly; 0 without any."""
+        right = self.certified[self.predictions == self.labels]
+        return float(right.median()) if len(right) else 0.0
+
+    def curve(self, points: int = 60) -> list[list[float]]:
+        """Return pairs of a radius and its certified accuracy, up to the largest radius."""
+        most = float(self.certified.max())
+        radii = [most * place / points for place in range(points + 1)]
+        return [[radius, float((self.certified > radius).double().mean())] for radius in radii]
+
     def by_class(self, radius: float) -> list[float]:
         """Return the certified accuracy of every class; NaN for a class without images."""
         counts = torch.bincount(self.labels, minlength=self.classes)

@@ -141,19 +141,38 @@ def speed_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy over PGD iterations and over the radius, and a histogram of Jacobian norms."""
+    """Draw the figure of :func:`attack_axes` to a file."""
+    save(attack_axes(records), path)
+
+
+def attack_axes(records: Sequence[dict[str, Any]]) -> Any:
+    """Draw accuracy over PGD iterations and over the radius, and a histogram of Jacobian norms.
+
+    Dashed lines are the certified accuracies, which no attack can lower.
+    """
     pyplot = canvas()
     figure, places = pyplot.subplots(1, 3, figsize=(10.4, 3.2), layout="constrained")
     left, middle, right = places
     for index, record in enumerate(records):
-        label, colour = f"{record['arm']}, {Path(record['checkpoint']).stem}", f"C{index}"
-        curve = record.get("pgd", {}).get("against_iterations", {})
+        names = filter(None, (record.get("arm"), Path(record.get("checkpoint", "")).stem))
+        label, colour = ", ".join(names) or "PGD", f"C{index}"
+        pgd = record.get("pgd", {})
+        curve = pgd.get("against_iterations", {})
         left.plot([int(k) for k in curve], list(curve.values()), "o-", ms=3, color=colour)
+        if "certified" in pgd:
+            left.axhline(pgd["certified"], color=colour, ls="--", lw=1.2)
+        if curve:
+            left.set_xlim(left=0)
         curve = {"0": record["clean"], **record.get("against_radius", {})}
         radii, found = [float(k) for k in curve], list(curve.values())
         middle.plot(radii, [f["accuracy"] for f in found], "o-", ms=3, color=colour, label=label)
         ends = zip(*(f["interval"] for f in found), strict=True)
         middle.fill_between(radii, *ends, color=colour, alpha=0.15, lw=0)
+        if "certified_curve" in record:
+            proved = [*record["certified_curve"], [max(radii), 0.0]]
+            inside = [(r, share) for r, share in proved if r <= max(radii)]
+            middle.plot(*zip(*inside, strict=True), "--", color=colour, lw=1.2)
+            middle.plot([], [], "--", color=colour, lw=1.2, label="proved")
         norms = record.get("jacobian_norms", {}).get("all", [])
         right.hist(norms, bins=30, color=colour, alpha=0.5)
     left.set_xscale("symlog", linthresh=1)
@@ -161,13 +180,14 @@ def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
     middle.set_xlabel(f"radius, {records[0]['plan']['ball']} (PGD, one restart)")
     right.set_xlabel("norm of the Jacobian")
     right.set_ylabel("images")
-    left.set_ylabel("accuracy")
+    for axes in (left, middle):
+        axes.set_ylabel("accuracy")
     for axes in places:
         tidy(axes)
     for axes in (left, middle):
         axes.set_ylim(0, 1)
     middle.legend(frameon=False, fontsize=8)
-    save(figure, path)
+    return figure
 
 
 def certificate_figure(record: dict[str, Any], path: Path) -> None:

@@ -233,9 +233,11 @@ def attack_table(found: Evaluation) -> None:
         table.add_row(*map(escape, row.values()))
     console.show(table)
     for text in found.summary():
-        console.print(escape(text), style="yellow" if text.startswith("doubt: ") else None)
+        console.print(escape(text), style=SIGNS.get(text.partition(": ")[0]))
 
 
+SIGNS = {"doubt": "yellow", "contradiction": "red"}
+"""First word of a sentence → the colour that it is printed in."""
 ROWS = 400  # largest number of rows of a printed table
 
 

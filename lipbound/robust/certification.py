@@ -20,8 +20,6 @@ from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.training.trained import Trained
 from lipbound.runtime import Progress, silent
 
-POINTS = 60  # of the curve
-
 
 def certification(
     network: Trained,
@@ -117,8 +115,6 @@ def _batch(
 
 def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:
     right = found.predictions == found.labels
-    most = float(found.certified.max())
-    points = [most * place / POINTS for place in range(POINTS + 1)]
     return {
         "images": len(right),
         "clean": accuracy(right),
@@ -129,8 +125,8 @@ def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:
             }
             for radius in found.radii
         },
-        "median_radius": float(found.certified[right].median()) if right.any() else 0.0,
-        "curve": [[point, float((found.certified > point).double().mean())] for point in points],
+        "median_radius": found.median_radius,
+        "curve": found.curve(),
     }
 
 

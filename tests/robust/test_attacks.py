@@ -16,6 +16,7 @@ from lipbound import audit
 from lipbound.robust.attacks import plan as plans
 from lipbound.robust.attacks.autoattack import autoattack
 from lipbound.robust.attacks.carlini_wagner import carlini_wagner
+from lipbound.robust.attacks.doubts import Case, _gradients
 from lipbound.robust.attacks.evaluate import (
     evaluate,
     interval,
@@ -23,10 +24,12 @@ from lipbound.robust.attacks.evaluate import (
     outcomes,
     paired,
 )
+from lipbound.robust.attacks.evaluation import in_balls
 from lipbound.robust.attacks.half_precision import Rough
 from lipbound.robust.attacks.pgd import margin, perturbation_norms, random_search
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.plan import ATTACKS, Plan, _smallest_ball, engine, pushed, strongest
+from lipbound.robust.attacks.recheck import Examples
 from lipbound.robust.data.sets import digits
 from lipbound.robust.training.loop import train
 from lipbound.robust.training.settings import settings
@@ -417,6 +420,25 @@ def test_masked_gradients_raise_doubts(trained):
     assert "however large the perturbation" in said
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"restarts": 2}, ""), ({"restarts": 1}, "the margin has one"),
+     ({"restarts": 2, "loss": "cross-entropy"}, "the margin has one")],
+)  # fmt: skip
+def test_a_cross_entropy_without_gradient_is_a_doubt_only_if_nothing_follows_the_margin(
+    trained, options, said
+):
+    """So does a certified network, whose margins are large."""
+    model, images, labels, _ = trained
+    plan = Plan(radius=RADIUS, iterations=1, **options)
+    on = Examples(images[:60], labels[:60], torch.zeros(60, dtype=torch.bool))
+    case = Case(Scaled(model, 1e3).eval(), on, plan, {"pgd": None}, None)
+    _gradients(case)
+    assert said in " ".join(case.said)
+    assert bool(case.said) == bool(said)
+    assert (case.evidence["images_without_gradient"] > 0.05) == bool(said)
+
+
 class Nan(nn.Module):
     """Right answers, and gradients that are no numbers."""
 
@@ -491,6 +513,31 @@ def test_no_attack_beats_being_wrong_or_a_certificate():
         assert attacked[1] <= certified[1] + 0.1, "on a linear model they nearly meet"
     assert certified[1] <= found["pgd"]["accuracy"] <= 0.75
     assert found["doubts"] == []
+
+
+@pytest.mark.parametrize(("ball", "radius"), [("l2", 0.2), ("linf", 0.05)])
+def test_no_attack_comes_below_the_certified_accuracy_or_it_is_a_contradiction(ball, radius):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+    images = torch.rand(80, 1, 4, 4)
+    labels = model(images).argmax(1)
+    plan = Plan(("pgd", "cw-projected"), ball, radius, radii=(0.1, 0.3), iterations=20, restarts=2)
+    bounds = audit(model, (1, 4, 4), search=0)
+    found = evaluate(model, images, labels, plan, audit=bounds, doubts=False)
+    shares = [(one["certified"], one["accuracy"]) for *_, one in in_balls(found)]
+    assert all(proved <= attacked for proved, attacked in shares)
+    assert any(proved > 0.1 for proved, _ in shares)
+    assert found["contradictions"] == []
+    assert "contradiction" not in str(found)
+    curve = found["certified_curve"]
+    assert curve[0][0] == 0
+    assert curve[-1][1] == 0
+
+    wrong = replace(bounds, upper=bounds.upper / 20, features=bounds.features / 20)
+    found = evaluate(model, images, labels, plan, audit=wrong, doubts=False, curves=False)
+    count = sum(not one for one in outcomes(found["pgd"]).tolist())
+    assert f"contradiction: pgd broke {count} images in the {ball} ball of radius" in str(found)
+    assert len(found["contradictions"]) == 3
 
 
 @pytest.mark.parametrize("ball", ["linf", "l2"])

@@ -11,10 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.robust.attacks.balls import BALLS
-from lipbound.robust.attacks.pgd import Found, ascent, cross_entropy, margin, pgd, random_search
+from lipbound.robust.attacks.pgd import (
+    LOSSES,
+    Found,
+    ascent,
+    cross_entropy,
+    margin,
+    pgd,
+    random_search,
+)
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.plan import SMALLEST, Plan
 from lipbound.robust.attacks.recheck import Examples, valid, verified
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def better(one: Tensor, other: Tensor) -> bool:
@@ -188,16 +199,40 @@ def _large_radii(case: Case) -> None:
 
 
 def _gradients(case: Case) -> None:
+    """Check that each image has a gradient, of one of the losses that the attacks follow.
+
+    The gradient of the cross-entropy is 0 in float32 where a logit is far above the others, as in
+    networks with large margins. That is a doubt only if nothing followed the margin.
+    """
+    plan = case.plan
+    losses = {cross_entropy, *LOSSES[plan.loss][: plan.restarts]}
+    losses |= {margin} if case.found.keys() - {"pgd"} else set()
+    both: tuple[Loss, ...] = cross_entropy, margin
+    found = {loss: _gradient(case, loss) for loss in both}
+    none = {loss: one.flatten(1).abs().amax(1) < 1e-10 for loss, one in found.items()}
+    without = torch.stack([none[loss] for loss in losses]).all(0)
+    case.evidence["images_without_gradient"] = zero = float(without.float().mean())
+    if zero > 0.05:
+        saturated = bool((without & ~none[margin]).any())
+        case.said.append(
+            f"{100 * zero:.0f} % of the images have no gradient "
+            + (
+                "of the cross-entropy, which the attack follows, but the margin has one: attack "
+                "with --loss margin, or with --loss alternate and two restarts"
+                if saturated
+                else "at all: it is masked"
+            )
+        )
+    if not all(bool(found[loss].isfinite().all()) for loss in losses):
+        case.said.append("gradients are not all numbers: the attack cannot follow them")
+
+
+def _gradient(case: Case, loss: Loss) -> Tensor:
     attacked = case.on.images.detach().requires_grad_()
     with torch.enable_grad():
-        loss = cross_entropy(case.model(attacked), case.on.labels).sum()
-        (gradient,) = torch.autograd.grad(loss, attacked)
-    sizes = gradient.flatten(1).abs().amax(1)
-    case.evidence["images_without_gradient"] = zero = float((sizes < 1e-10).float().mean())
-    if zero > 0.05:
-        case.said.append(f"{100 * zero:.0f} % of the images have no gradient at all: it is masked")
-    if not bool(gradient.isfinite().all()):
-        case.said.append("gradients are not all numbers: the attack cannot follow them")
+        total = loss(case.model(attacked), case.on.labels).sum()
+        (gradient,) = torch.autograd.grad(total, attacked)
+    return gradient
 
 
 @torch.no_grad()

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.modules import in_eval
-from lipbound.network.certificates import certify
+from lipbound.network.accuracy import certified_accuracy
 from lipbound.network.findings import Audit
 from lipbound.network.jacobian import norms_by_rows
 from lipbound.robust.attacks.doubts import doubt
-from lipbound.robust.attacks.evaluation import Evaluation
+from lipbound.robust.attacks.evaluation import Evaluation, in_balls
 from lipbound.robust.attacks.pgd import Found, perturbation_norms
 from lipbound.robust.attacks.plan import ATTACKS, SMALLEST, Engine, Plan, engine, strongest
 from lipbound.robust.attacks.recheck import Examples, check, tf32, valid
@@ -82,7 +82,7 @@ def evaluate(
         images: ``(count, channels, height, width)`` on the model's device.
         labels: True classes, ``(count,)``.
         plan: An attack plan: which attacks to run, and with which budget.
-        audit: Audit of the model, for certified accuracies.
+        audit: Audit of the model, to prove a certified accuracy below that of each attack.
         jacobians: Number of images at which to measure the norm of the Jacobian.
         curves: Whether to run PGD at further radii and Carlini & Wagner's attack with fewer steps,
             if they are in the plan.
@@ -95,7 +95,8 @@ def evaluate(
         A dictionary that prints as a table: the ``plan``, the ``precision`` of the searches,
         ``clean``, the ``accuracy`` and ``interval`` of
         each attack (for PGD also by number of iterations, for Carlini & Wagner by that of steps),
-        ``certified``, ``jacobian_norms``, ``doubts`` (sentences; an empty list is good) and the
+        ``certified`` and ``contradictions`` between attacks and certificates (an empty list is
+        good), ``jacobian_norms``, ``doubts`` (sentences; an empty list is good) and the
         evidence for the doubts.
 
     Raises:
@@ -110,8 +111,7 @@ def evaluate(
                 f"{plan.precision} loses this network's gradients, so the attacks search in "
                 f"{ready.plan.precision}"
             )
-        logits = check(model, images, labels, plan.batch)
-        right = logits.argmax(1) == labels
+        right = check(model, images, labels, plan.batch).argmax(1) == labels
         examples = Examples(images, labels, ~right)
         record["clean"] = accuracy(right)
         found: dict[str, Found] = {}
@@ -126,7 +126,8 @@ def evaluate(
             progress("steps")
             record["against_steps"] = _against_steps(ready, examples, record["cw"])
         if audit is not None:
-            record |= _certified(logits, right, audit, plan.batch)
+            progress("certificates")
+            record |= _certified(record, model, examples, audit, plan)
         if jacobians:
             progress("jacobians")
             record["jacobian_norms"] = _quantiles(jacobian_norms(model, images[:jacobians]))
@@ -138,11 +139,34 @@ def evaluate(
         return record
 
 
-def _certified(logits: Tensor, right: Tensor, audit: Audit, batch: int) -> dict[str, Any]:
-    radii = torch.cat([certify(part, audit) for part in logits.split(batch)])
-    shares = {f"{r:.4f}": accuracy(right & (radii > r)) for r in CERTIFIED_RADII}
-    median = float(radii[right].median()) if right.any() else 0.0
-    return {"certified": shares, "median_certified_radius": median}
+def _certified(
+    record: dict[str, Any], model: nn.Module, on: Examples, audit: Audit, plan: Plan
+) -> dict[str, Any]:
+    """Certify the images, also in the ball of every attack, and compare with what it found.
+
+    A ball in L∞ lies in the L2 ball whose radius is √d times as large, where d counts the pixels.
+    """
+    batches = zip(on.images.split(plan.batch), on.labels.split(plan.batch), strict=True)
+    found = certified_accuracy(model, audit, batches, CERTIFIED_RADII)
+    widest = {"linf": math.sqrt(on.images[0].numel()), "l2": 1.0}
+    contradictions = []
+    for name, ball, radius, attacked in in_balls(record):
+        # an attack may leave its ball by this much, see lipbound.robust.attacks.recheck.valid
+        kept = found.certified > widest[ball] * (radius * (1 + 1e-5) + 1e-7)
+        attacked["certified"] = float(kept.double().mean())
+        count = int((kept & ~outcomes(attacked)).sum())
+        if count:
+            contradictions.append(
+                f"{name} broke {count} images in the {ball} ball of radius {radius:.4g} that are "
+                f"certified there, so the bound or the attack is wrong, or the rounding of "
+                f"float32 misclassified them"
+            )
+    return {
+        "certified": {f"{r:.4f}": accuracy(found.certified > r) for r in found.radii},
+        "certified_curve": [[r / widest[plan.ball], share] for r, share in found.curve()],
+        "median_certified_radius": found.median_radius,
+        "contradictions": contradictions,
+    }
 
 
 def _quantiles(norms: Tensor) -> dict[str, Any]:

@@ -14,6 +14,19 @@ def title_of(record: Mapping[str, Any]) -> str:
     return f"{', '.join(filter(None, parts))} on {record['data']}"
 
 
+def in_balls(record: Mapping[str, Any]) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
+    """Yield name, norm and radius of each attack of a record, and what was found there."""
+    plan = record["plan"]
+    for name in plan["attacks"]:
+        found = record[name]
+        if "accuracy" in found:
+            yield name, plan["ball"], plan["radius"], found
+        else:
+            yield from ((name, "l2", float(r), f) for r, f in found.items() if isinstance(f, dict))
+    for radius, found in record.get("against_radius", {}).items():
+        yield "pgd with one restart", plan["ball"], float(radius), found
+
+
 class Evaluation(Result, dict[str, Any]):
     """Accuracies of a network under attack, with intervals, evidence and doubts.
 
@@ -30,11 +43,12 @@ class Evaluation(Result, dict[str, Any]):
         low and high: ends of the 95 % confidence interval of the accuracy
     """
 
-    rounding: ClassVar[Mapping[str, str]] = {"low": "down", "high": "up"}
-    shares: ClassVar[frozenset[str]] = frozenset({"accuracy", "low", "high"})
+    rounding: ClassVar[Mapping[str, str]] = {"low": "down", "high": "up", "certified": "down"}
+    shares: ClassVar[frozenset[str]] = frozenset({"accuracy", *rounding})
 
     def __repr__(self) -> str:
-        parts = [f"{row['attack']}={row['accuracy']:.4g}" for row in self.rows()]
+        attacked = [row for row in self.rows() if row["accuracy"] is not None]
+        parts = [f"{row['attack']}={row['accuracy']:.4g}" for row in attacked]
         return f"Evaluation({', '.join(parts)}, doubts={len(self.get('doubts', []))})"
 
     def title(self) -> str:
@@ -43,36 +57,32 @@ class Evaluation(Result, dict[str, Any]):
         return f"Accuracy under attack of {self['clean']['images']:,} images"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row for the clean accuracy, and one for each attack and radius."""
-        return [
-            {
-                "attack": name,
-                "accuracy": found["accuracy"],
-                "low": found["interval"][0],
-                "high": found["interval"][1],
-                "images": found["images"],
-            }
-            for name, found in self._accuracies()
-        ]
+        """Return a row for the clean accuracy, for each attack and radius, and what is certified.
 
-    def _accuracies(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "clean", self["clean"]
+        If the network was certified, the last column is the share of the images that are proved to
+        keep their right class in the same ball, which no attack can lower.
+        """
+        proved = "certified" in self
+        found = [_row("clean", self["clean"], proved)]
         plan = self["plan"]
-        for name in plan["attacks"]:
-            found = self[name]
-            if "accuracy" in found:
+        for name, ball, radius, one in in_balls(self):
+            if name in plan["attacks"]:
                 budget = f", {plan['iterations']}×{plan['restarts']}" if name == "pgd" else ""
-                yield f"{name} {plan['ball']} {plan['radius']:.4g}{budget}", found
-                continue
-            for radius, one in found.items():
-                if isinstance(one, dict):
-                    yield f"{name} l2 {radius}", one
-        for radius, found in self.get("certified", {}).items():
-            yield f"certified l2 {radius}", found
+                found.append(_row(f"{name} {ball} {radius:.4g}{budget}", one, proved))
+        for radius, one in self.get("certified", {}).items():
+            row = dict.fromkeys(found[0])
+            found.append(row | {"attack": f"none, l2 {radius}", "certified": one["accuracy"]})
+        return found
 
     def summary(self) -> list[str]:
         """Describe the evidence, and say each doubt in a sentence that begins with "doubt"."""
         said = ["low and high: ends of the 95 % confidence interval of the accuracy"]
+        if "certified" in self:
+            said.append(
+                "certified: images proved to keep their right class in the same ball; the rows "
+                "'none' have no attack"
+            )
+            said += [f"contradiction: {text}" for text in self["contradictions"]]
         median = self.get("cw", {}).get("median_norm")
         if median is not None:
             said.append(f"median L2 norm of C&W perturbations: {median:.4g}")
@@ -98,6 +108,13 @@ class Evaluation(Result, dict[str, Any]):
     def to_dict(self) -> dict[str, Any]:
         """Return the record as a plain dictionary."""
         return dict(self)
+
+
+def _row(name: str, found: dict[str, Any], proved: bool) -> dict[str, Any]:
+    low, high = found["interval"]
+    row = {"attack": name, "accuracy": found["accuracy"], "low": low, "high": high}
+    row["images"] = found["images"]
+    return row | {"certified": found.get("certified")} if proved else row
 
 
 EVIDENCE = ("pgd 10", "pgd 50", "pgd 250", "white box"), ("margin", "random search", "transfer")

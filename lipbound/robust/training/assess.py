@@ -76,7 +76,9 @@ def assess(
     if certify:
         progress("audit")
         # The audit needs the CPU's float64. Jacobians are measured below, at images.
-        bounds = audit(network.model.cpu(), network.input_shape, search=0)
+        # The domain of pixels is used only if there is no bound for every input.
+        model = network.model.cpu()
+        bounds = audit(model, network.input_shape, search=0, domain=(0.0, 1.0))
     model = network.model.to(device)
     if device.type == "cuda" and plan.precision != "float32":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
