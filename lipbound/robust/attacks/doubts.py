@@ -24,7 +24,6 @@ from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.plan import SMALLEST, Plan
 from lipbound.robust.attacks.recheck import Examples, valid, verified
 
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 

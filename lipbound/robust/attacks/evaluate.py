@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from lipbound.network.findings import Audit
 from lipbound.network.jacobian import norms_by_rows
 from lipbound.robust.attacks.doubts import doubt
 from lipbound.robust.attacks.evaluation import Evaluation, in_balls
-from lipbound.robust.attacks.pgd import Found, perturbation_norms
+from lipbound.robust.attacks.pgd import Found, ascent, margin, perturbation_norms
 from lipbound.robust.attacks.plan import ATTACKS, SMALLEST, Engine, Plan, engine, strongest
 from lipbound.robust.attacks.recheck import Examples, check, tf32, valid
 
@@ -117,6 +118,12 @@ def evaluate(
         found: dict[str, Found] = {}
         for name in dict.fromkeys(plan.attacks):
             progress(name)
+            if name == "cw" and not images.is_cuda:
+                minutes = cw_minutes(model, images, labels, plan)
+                progress(
+                    f"cw takes {math.ceil(minutes)} to {math.ceil(3 * minutes)} minutes for "
+                    f"{len(images)} images on this processor; fewer images take less"
+                )
             found[name] = ATTACKS[name](ready, images, labels)
             record[name] = _reported(name, found[name], ready, examples)
         if "pgd" in found and curves:
@@ -208,6 +215,17 @@ def _against_radius(on: Engine, examples: Examples) -> dict[str, Any]:
         broken = valid(on.model, found, examples, on.plan.ball, radius, on.plan.batch)
         curve[f"{radius:.6g}"] = accuracy(~broken)
     return curve
+
+
+def cw_minutes(model: nn.Module, images: Tensor, labels: Tensor, plan: Plan) -> float:
+    """Estimate the minutes of Carlini & Wagner's attack with its curve, by timing one gradient."""
+    few = images[:50], labels[:50]
+    ascent(model, *few, margin)  # the first one is slow
+    began = time.perf_counter()
+    ascent(model, *few, margin)
+    each = (time.perf_counter() - began) / len(few[0])
+    steps = plan.search_steps + sum(few for few in STEPS if few < plan.search_steps)
+    return each * len(images) * plan.searches * steps / 60
 
 
 STEPS = (3, 10, 30)  # steps per search of Carlini & Wagner's attack, for the curve
