@@ -269,7 +269,7 @@ def test_streamed_folders(tmp_path):
         for name in ("cat", "dog"):
             (tmp_path / split / name).mkdir(parents=True)
             for i in range(count):
-                pixels = draw.integers(0, 256, (40, 50, 3), np.uint8)
+                pixels = draw.integers(0, 256, (40, 80, 3), np.uint8)
                 Image.fromarray(pixels).save(tmp_path / split / name / f"{i}.png")
     found = datasets.folder(tmp_path)
     found.train.workers = 0
@@ -291,6 +291,32 @@ def test_streamed_folders(tmp_path):
         found.train.load(torch.arange(6))
     with pytest.raises(ValueError, match="must contain the folders train and val"):
         datasets.folder(tmp_path / "train")
+
+
+def test_small_images_keep_their_size(tmp_path):
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    pixels = {}
+    for split, count in (("train", 3), ("test", 1)):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels[split, name, i] = draw.integers(0, 256, (32, 32, 3), np.uint8)
+                image = Image.fromarray(pixels[split, name, i])
+                image.save(tmp_path / split / name / f"{i}.png")
+    found = datasets.folder(tmp_path)
+    assert (found.classes, found.crop, found.flip, found.input_shape) == (2, 4, True, (3, 32, 32))
+    images, labels = found.test_images()
+    for image, label in zip(images, labels, strict=True):
+        stored = pixels["test", ["cat", "dog"][label], 0]
+        assert np.array_equal(image.permute(1, 2, 0), stored)
+    assert found.train.images.shape == (6, 3, 32, 32)
+    Image.new("L", (65, 32)).save(tmp_path / "train" / "cat" / "large.png")
+    assert datasets.folder(tmp_path).input_shape == (3, 224, 224), "resized, as they differ"
+    (tmp_path / "test" / "cat" / "0.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n")
+    with pytest.raises(ValueError, match=r"0\.png' is not a readable image: cannot identify"):
+        datasets.folder(tmp_path)
 
 
 def test_moves_are_windows_of_the_padded_image():

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+SMALL = 64  # largest side of images that are kept in memory at their own size
 PIXELS = 1 << 26  # most pixels of an image; larger ones are refused before decoding
 
 
@@ -58,6 +60,26 @@ class Streamed:
         array = np.asarray(cut, np.uint8)
         array = array[:, ::-1] if mirrored else array
         return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1))), self.labels[index]
+
+    def small(self) -> tuple[NDArray[np.uint8], NDArray[Any]] | None:
+        """Return all images, ``(count, height, width, 3)``, and labels, if they are small.
+
+        Images of different sizes, or with a side above ``SMALL``, give ``None``.
+        """
+        from PIL import Image
+
+        images: list[NDArray[np.uint8]] = []
+        for path in self.paths:
+            try:
+                with Image.open(path, formats=FORMATS) as opened:
+                    if max(opened.size) > SMALL:
+                        return None
+                    images.append(np.asarray(decoded(opened, path), np.uint8))
+            except (OSError, SyntaxError) as error:
+                raise ValueError(f"{str(path)!r} is not a readable image: {error}") from None
+            if images[-1].shape != images[0].shape:
+                return None
+        return np.stack(images), np.array(self.labels)
 
     def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         self._seed = None

@@ -227,11 +227,20 @@ def _folder(folder: Path | None, what: str) -> Path:
 
 
 def folder(folder: Path | None = None) -> Data:
-    """Read a folder such as ImageNet's: ``train`` and ``val`` (or ``test``) hold class folders."""
+    """Read a folder such as ImageNet's: ``train`` and ``val`` (or ``test``) hold class folders.
+
+    Images that all have one size of at most 64×64 pixels are held in memory at that size. Others
+    are decoded when they are needed, and resized to 224×224.
+    """
     root = _folder(folder, "train/CLASS/*.jpg and val/CLASS/*.jpg")
-    test = next((root / n for n in ("val", "test") if (root / n).is_dir()), None)
-    if test is None or not (root / "train").is_dir():
-        raise ValueError(f"{str(root)!r} must contain the folders train and val")
+    place = next((root / n for n in ("val", "test") if (root / n).is_dir()), None)
+    if place is None or not (root / "train").is_dir():
+        raise ValueError(f"{str(root)!r} must contain the folders train and val (or test)")
     classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
-    train = Streamed(root / "train", classes)
-    return Data(train, Streamed(test, classes), len(classes), IMAGENET_MEAN, IMAGENET_STD)
+    train, test = Streamed(root / "train", classes), Streamed(place, classes)
+    held = test.small()
+    trained = None if held is None else train.small()
+    if held is not None and trained is not None and held[0].shape[1:] == trained[0].shape[1:]:
+        crop = min(held[0].shape[1:3]) // 8
+        return in_memory(trained, held, crop=crop, flip=True)
+    return Data(train, test, len(classes), IMAGENET_MEAN, IMAGENET_STD)
