@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lipbound.network import (
         Audit,
         CertifiedAccuracy,
+        Comparison,
         audit,
         certified_accuracy,
         certify,
@@ -34,6 +35,7 @@ __all__ = [
     "Audit",
     "Bracket",
     "CertifiedAccuracy",
+    "Comparison",
     "Convolution",
     "Penalty",
     "PowerIteration",
@@ -63,6 +65,7 @@ _HOMES = {
     "network": (
         "Audit",
         "CertifiedAccuracy",
+        "Comparison",
         "audit",
         "certified_accuracy",
         "certify",

@@ -135,6 +135,19 @@ def digits(value: float, count: int = 5, rounding: str = "nearest") -> str:
     return f"{float(exact):.{count}g}"
 
 
+def fixed(value: float, places: int, rounding: str = "nearest") -> str:
+    """Format a number with some decimals, rounded to the nearest, up or down.
+
+    Example:
+        >>> fixed(0.301, 2, "up"), fixed(-0.301, 2, "up"), fixed(0.3, 2, "up"), fixed(math.inf, 1)
+        ('0.31', '-0.30', '0.30', 'inf')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    exact = Decimal(repr(float(value)))
+    return str(exact.quantize(Decimal(1).scaleb(-places), ROUNDINGS[rounding]))
+
+
 def percent(share: float, rounding: str = "nearest") -> str:
     """Format a share in percent with one decimal.
 
@@ -142,8 +155,7 @@ def percent(share: float, rounding: str = "nearest") -> str:
         >>> percent(0.3, "down"), percent(0.99996), percent(0.99996, "down"), percent(0.29, "down")
         ('30.0 %', '100.0 %', '99.9 %', '29.0 %')
     """
-    exact = 100 * Decimal(repr(float(share)))
-    return f"{exact.quantize(Decimal('0.1'), ROUNDINGS[rounding])} %"
+    return f"{fixed(float(100 * Decimal(repr(float(share)))), 1, rounding)} %"
 
 
 def shown(value: Any, rounding: str = "nearest") -> str:

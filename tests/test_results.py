@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,14 @@ def test_a_share_is_shown_on_the_right_side(value):
     assert low <= 100 * value * (1 + 1e-15)
     assert high >= 100 * value * (1 - 1e-15)
     assert percent(0.29, "down") == percent(0.29, "up") == "29.0 %"
+
+
+def test_what_bounds_from_above_is_rounded_up_and_from_below_down():
+    found = replace(RESULTS["audit"], upper=10**0.301, lower=1.23456, product=10**1.001)
+    said = "\n".join(found.summary())
+    assert "at most 2 (10^0.31)" in said
+    assert "norm found: 1.234" in said
+    assert "for comparison: 10.03 (10^1.01)" in said
 
 
 def test_a_long_table_is_cut_and_says_so():

@@ -98,7 +98,7 @@ def attack(
     check_plot(plot)
     check_outputs(out, plot)
     from lipbound.cli.models import evaluated
-    from lipbound.report.terminal import attack_table, echo
+    from lipbound.report.terminal import echo, result_table
     from lipbound.robust.attacks.plan import Plan
     from lipbound.robust.training.assess import assess
     from lipbound.robust.training.distributed import team
@@ -128,7 +128,7 @@ def attack(
             if json_:
                 echo(json.dumps(record, indent=1))
             else:
-                attack_table(record)
+                result_table(record)
             if out is not None:
                 append(out, record)
                 typer.echo(f"wrote {out}", err=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipbound import __version__
 from lipbound.cli.arguments import (
     EFFORT,
     bar,
@@ -21,6 +23,7 @@ from lipbound.cli.arguments import (
     say,
 )
 from lipbound.files import write
+from lipbound.results import digits
 
 if TYPE_CHECKING:
     from lipbound import Audit
@@ -34,6 +37,19 @@ def audit(
             "resnet20, torchvision:NAME, timm:NAME, package.module:FACTORY, file.py:FACTORY."
         ),
     ],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Another checkpoint or model, to be audited too and shown side by side. The "
+            "other options count for both."
+        ),
+    ] = None,
+    against_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Architecture of the weights file that --against names. Default: that of --model."
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -96,43 +112,47 @@ def audit(
     ] = 1,
 ) -> None:
     """Certify the Lipschitz constant of every layer and of the whole network."""
-    check_source(source)
-    if html is not None and html.exists() and os.path.exists(source) and html.samefile(source):
-        raise ValueError(f"--html {str(html)!r} would overwrite the weights; choose another file")
+    if against is None and against_model is not None:
+        raise ValueError(f"--against-model {against_model} needs --against CHECKPOINT")
+    for named in filter(None, (source, against)):
+        check_source(named)
+        if html is not None and html.exists() and os.path.exists(named) and html.samefile(named):
+            raise ValueError(
+                f"--html {str(html)!r} would overwrite the weights; choose another file"
+            )
     check_outputs(html)
     check_report(html)
     check_effort(effort)
     check_numbers(fail_above=fail_above, minutes=minutes)
     limits = None if domain is None else domain_of(domain)
-    from lipbound.cli.models import network_or_weights
-    from lipbound.network.audits import audit_weights
+    geometry = {"stride": stride, "dilation": dilation, "groups": groups}
+    given = {
+        "input": input_shape,
+        "domain": domain,
+        "effort": None if effort == "normal" else effort,
+    }
+    how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
+
+    def audited(source: str, model: str | None) -> tuple[str, Audit, float]:
+        return _audited(source, model, device, geometry, given, how, effort, limits)
+
+    name, found, worst = audited(source, model)
+    if against is None:
+        _show(found, name, json_, html)
+        _judge(worst, fail_above, found)
+        return
+    if against_model is None and Path(against).is_file():
+        against_model = model
+    other_name, other, other_worst = audited(against, against_model)
+    _show_both(found, name, other, other_name, json_, html)
+    _judge(worst, fail_above, found, f" A, {name}")
+    _judge(other_worst, None, other, f" B, {other_name}")
+
+
+def _show(found: Audit, name: str, json_: bool, html: Path | None) -> None:
     from lipbound.network.findings import audit_json
     from lipbound.report.terminal import audit_table, echo
-    from lipbound.runtime import pick_device
 
-    network, shape, name = network_or_weights(source, model, say)
-    alone = isinstance(network, dict)  # kernels without an architecture
-    geometry = {"stride": stride, "dilation": dilation, "groups": groups}
-    how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
-    if alone:
-        high = None if effort == "normal" else effort
-        for option, value in (("effort", high), ("input", input_shape), ("domain", domain)):
-            if value is not None:
-                raise ValueError(
-                    f"--{option} {value} needs the network's architecture; give it with --model"
-                )
-        if device is not None:
-            place = pick_device(device)
-            network = {key: tensor.to(place) for key, tensor in network.items()}
-        found = audit_weights(network, **(how | geometry))
-    else:
-        if set(geometry.values()) != {1}:
-            raise ValueError(
-                f"--stride, --dilation and --groups are for a weights file without --model; "
-                f"leave them out, because the layers of {source} define their own"
-            )
-        shape = shape if input_shape is None else input_shape_of(input_shape)
-        found = _audit_network(network, shape, device, how | {"effort": effort, "domain": limits})
     if json_:
         echo(audit_json(found, name))
     else:
@@ -142,7 +162,57 @@ def audit(
 
         write(html, page(found, name, bar).encode())
         typer.echo(f"wrote {html}", err=True)
-    _judge(max(r.bracket.upper for r in found.layers) if alone else found.upper, fail_above, found)
+
+
+def _show_both(a: Audit, name: str, b: Audit, other: str, json_: bool, html: Path | None) -> None:
+    from lipbound import Comparison
+    from lipbound.report.terminal import echo, result_table
+
+    found = Comparison(a, b, (name, other))
+    if json_:
+        echo(json.dumps({"lipbound": __version__, **found.to_dict()}, indent=1))
+    else:
+        result_table(found)
+    if html is not None:
+        found.save_html(html)
+        typer.echo(f"wrote {html}", err=True)
+
+
+def _audited(
+    source: str,
+    model: str | None,
+    device: str | None,
+    geometry: dict[str, int],
+    given: dict[str, str | None],
+    how: dict[str, Any],
+    effort: str,
+    limits: tuple[float, float] | None,
+) -> tuple[str, Audit, float]:
+    """Audit one checkpoint or model. Return its name, the audit, and the bound to judge."""
+    from lipbound.cli.models import network_or_weights
+    from lipbound.network.audits import audit_weights
+    from lipbound.runtime import pick_device
+
+    network, shape, name = network_or_weights(source, model, say)
+    if isinstance(network, dict):  # kernels without an architecture
+        for option, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"--{option} {value} needs the network's architecture; give it with --model"
+                )
+        if device is not None:
+            place = pick_device(device)
+            network = {key: tensor.to(place) for key, tensor in network.items()}
+        found = audit_weights(network, **(how | geometry))
+        return name, found, max(row.bracket.upper for row in found.layers)
+    if set(geometry.values()) != {1}:
+        raise ValueError(
+            f"--stride, --dilation and --groups are for a weights file without --model; "
+            f"leave them out, because the layers of {source} define their own"
+        )
+    shape = shape if given["input"] is None else input_shape_of(given["input"])
+    found = _audit_network(network, shape, device, how | {"effort": effort, "domain": limits})
+    return name, found, found.upper
 
 
 def _audit_network(
@@ -166,13 +236,13 @@ def _audit_network(
     return audit(network, shape, **how)
 
 
-def _judge(worst: float, limit: float | None, found: Audit) -> None:
+def _judge(worst: float, limit: float | None, found: Audit, which: str = "") -> None:
     """Exit with code 1 if the bound is above the limit, or if there is none."""
     if worst == float("inf") and found.log10_upper == worst:
         also = "" if limit is None else f", so --fail-above {limit:g} fails"
-        say(f"there is no bound of the whole network{also}")
+        say(f"there is no bound of the whole network{which}{also}")
     elif limit is not None and worst > limit:
-        say(f"the bound {worst:.6g} is above {limit:g}")
+        say(f"the bound {digits(worst, 6, 'up')} is above {limit:g}")
     else:
         return
     raise typer.Exit(1)

@@ -8,6 +8,7 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lipbound.network.findings import Audit, LayerReport, StepReport, log10
+from lipbound.results import digits
 
 MOST = 5  # layers to name
 ADDS = ("aten.add", "aten.add_")
@@ -66,7 +67,10 @@ def advice(audit: Audit) -> list[str]:
     while reached < total / 2:
         reached += plain[count][1]
         count += 1
-    names = [f"{row.name or 'the layer'} ({row.bracket.upper:.3g})" for row, _ in plain[:count]]
+    names = [
+        f"{row.name or 'the layer'} ({digits(row.bracket.upper, 3, 'up')})"
+        for row, _ in plain[:count]
+    ]
     said = [
         f"Half of the product of the norms above 1, without BatchNorm, comes from {count} of "
         f"{len(plain)} layers: "
@@ -76,8 +80,8 @@ def advice(audit: Audit) -> list[str]:
         left = " with the BatchNorm layers as they are" if norms else ""
         said.append(
             f"If every convolution and Linear layer had a norm of at most 1, which "
-            f"lipbound.constrain(model) ensures, the bound would be at most {audit.at_one:.3g}"
-            f"{left}."
+            f"lipbound.constrain(model) ensures, the bound would be at most "
+            f"{digits(audit.at_one, 3, 'up')}{left}."
         )
     if norms:
         said.append(

@@ -21,6 +21,7 @@ from lipbound.network.jacobian import jacobian_norm
 from lipbound.network.layers import layer_reports, product
 from lipbound.network.rules import RULES, Options
 from lipbound.registry import unknown
+from lipbound.results import digits, fixed
 from lipbound.runtime import Progress, first_line, silent, time_is_up, within
 
 EFFORTS = ("low", "normal", "high")
@@ -189,7 +190,7 @@ def _with_upper(
         found = replace(compose(graph, options, progress), domain=domain)
     if found.reason == TOO_LARGE:
         above = log10_bound(graph, options)
-        said = f"{TOO_LARGE}: it is 10^{above:.1f}" if above < math.inf else TOO_LARGE
+        said = f"{TOO_LARGE}: it is 10^{fixed(above, 1, 'up')}" if above < math.inf else TOO_LARGE
         found = replace(found, above=above, reason=said)
     other = unfaithful(graph, model, inputs)
     if other and found.upper < math.inf:
@@ -213,9 +214,10 @@ def _with_lower(model: nn.Module, inputs: Tensor, found: Audit) -> Audit:
     else:
         if exceeds(lower, found.upper, inputs.dtype):
             why = (
-                f"{ALONE}a Jacobian of norm {lower:.6g} was found, above the bound "
-                f"{found.upper:.6g} of the captured graph, so the graph or the Jacobian is wrong. "
-                f"If the backward is not the derivative of the forward, pass search=0"
+                f"{ALONE}a Jacobian of norm {digits(lower, 6, 'down')} was found, above the bound "
+                f"{digits(found.upper, 6, 'up')} of the captured graph, so the graph or the "
+                f"Jacobian is wrong. If the backward is not the derivative of the forward, pass "
+                f"search=0"
             )
             return Audit(
                 found.layers, math.inf, lower, why, (), found.product, found.input_shape,

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from lipbound import __version__
 from lipbound.bounds import Bracket
 from lipbound.geometry import Convolution, convolution
-from lipbound.results import Result, digits, finite
+from lipbound.results import Result, digits, finite, fixed
 
 
 @dataclass(frozen=True)
@@ -154,33 +154,37 @@ class Audit(Result):
             lines.append(
                 f"network: certified Lipschitz constant at most "
                 f"{digits(self.upper, 4, 'up')} "
-                f"(10^{self.log10_upper:.2f}){self.within}"
+                f"(10^{fixed(self.log10_upper, 2, 'up')}){self.within}"
             )
         elif self.steps:
             lines.append(f"network: no bound, because {self.reason}")
             part = self.bounded_part
             if part is not None:
                 place = f" ({part.module})" if part.module else ""
-                lines.append(f"bound up to operation {part.name}{place}: {part.lipschitz:.4g}")
+                lines.append(
+                    f"bound up to operation {part.name}{place}: {digits(part.lipschitz, 4, 'up')}"
+                )
         else:
             lines.append(f"network: no bound; {self.reason}")
         if self.error > 0 and self.upper < math.inf:
+            most = digits(self.error, 2, "up")
             lines.append(
-                f"the network differs by at most {self.error:.2g} from a function with this "
-                f"constant; certify subtracts this difference"
+                f"the network differs by at most {most} from a function with this constant; "
+                f"certify subtracts this difference"
             )
         lines += filter(None, self.note.split("; "))
         if self.floor > 0:
             lines.append(
                 f"a method that knows only lipbound's limits of the slopes cannot prove less than "
-                f"{self.floor:.4g} (10^{log10(self.floor):.2f})"
+                f"{digits(self.floor, 4, 'down')} (10^{fixed(log10(self.floor), 2, 'down')})"
             )
         if self.lower > 0:
-            lines.append(f"lower bound, the largest Jacobian norm found: {self.lower:.4g}")
+            lower = digits(self.lower, 4, "down")
+            lines.append(f"lower bound, the largest Jacobian norm found: {lower}")
         lines.append(
             f"product of the layers' bounds, for comparison: "
             f"{digits(self.product, 4, 'up')} "
-            f"(10^{log10(self.product):.2f})"
+            f"(10^{fixed(log10(self.product), 2, 'up')})"
         )
         return lines
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape as without_markup
@@ -17,10 +17,7 @@ from rich.table import Table
 
 from lipbound.files import printable
 from lipbound.network.findings import Audit, geometry
-from lipbound.results import shown
-
-if TYPE_CHECKING:
-    from lipbound.robust.attacks.evaluation import Evaluation
+from lipbound.results import Result, fixed, shown
 
 Record = dict[str, Any]
 
@@ -169,7 +166,7 @@ class TrainingView:
         held = "" if clean is None else f"  clean {clean:.3f}"
         held += "" if robust is None else f"  pgd {robust:.3f}"
         held += "" if estimate is None else f"  certified (estimate) {estimate:.3f}"
-        self.numbers = f"{held}  product 10^{record['log10_product']:.2f}"
+        self.numbers = f"{held}  product 10^{fixed(record['log10_product'], 2, 'up')}"
         if self.bar is None:
             line = f"{self.title}  epoch {record['epoch']}  loss {record['loss']:.3f}"
             print(f"{line}{self.numbers}", file=sys.stderr, flush=True)
@@ -202,7 +199,7 @@ def training_table(summaries: Sequence[Record]) -> None:
             found = row[which]
             for name in ("test_accuracy", "test_pgd_accuracy"):
                 cells.append("" if found[name] is None else f"{100 * found[name]:.1f} %")
-            cells.append(f"10^{found['log10_product']:.2f}")
+            cells.append(f"10^{fixed(found['log10_product'], 2, 'up')}")
         if proved:
             share = row["final"].get("certified_accuracy")
             cells.append("" if share is None else f"{100 * share:.1f} %")
@@ -222,16 +219,24 @@ def titled(title: str) -> Table:
                  pad_edge=False)  # fmt: skip
 
 
-def attack_table(found: Evaluation) -> None:
-    """Print accuracies with confidence intervals, then reasons to doubt them."""
+def result_table(found: Result) -> None:
+    """Print the rows of a result, and then its sentences."""
     console = Screen()
     table = titled(found.title())
-    rows = found.texts(found.rows())
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "attack" else "right", no_wrap=True)
-    for row in rows:
+    rows = found.rows()
+    texts = found.texts(rows[:ROWS])
+    for name in texts[0] if texts else ():
+        if name == "layer":
+            table.add_column(name, overflow="fold")
+        else:
+            side: Literal["left", "right"] = "left" if name in ("attack", "geometry") else "right"
+            table.add_column(name, justify=side, no_wrap=True)
+    for row in texts:
         table.add_row(*map(escape, row.values()))
-    console.show(table)
+    longest = max((len(row.get("layer", "")) for row in texts), default=0)
+    console.show(table, folds=max(0, longest - 20))
+    if len(rows) > ROWS:
+        console.print(f"{len(rows) - ROWS:,} more rows are not shown; --json lists all")
     for text in found.summary():
         console.print(escape(text), style=SIGNS.get(text.partition(": ")[0]))
 

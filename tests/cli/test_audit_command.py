@@ -43,6 +43,35 @@ def test_no_bound_is_above_every_limit(monkeypatch, capsys, tmp_path):
     assert code == 0, "kernels alone: the largest counts"
 
 
+def test_two_checkpoints_side_by_side(monkeypatch, capsys, tmp_path):
+    torch.manual_seed(0)
+    paths = [str(tmp_path / name) for name in ("new.pt", "old.pt")]
+    for path in paths:
+        torch.save(Branching().state_dict(), path)
+    given = ("--against", paths[1], "--json", "--html", str(tmp_path / "both.html"))
+    code, out, err = run(monkeypatch, capsys, "audit", paths[0], *given)
+    assert (code, err.splitlines()[-1]) == (0, f"wrote {tmp_path / 'both.html'}")
+    found = json.loads(out)
+    assert found["names"] == ["new.pt", "old.pt"]
+    (layer,) = found["layers"]
+    assert layer["upper A"] == found["A"]["layers"][0]["upper"]
+    assert layer["upper B"] == found["B"]["layers"][0]["upper"]
+    model = ("--model", "test_audit_command:Branching", "--input", "3,8,8")
+    code, out, err = run(monkeypatch, capsys, "audit", paths[0], "--against", paths[1], *model)
+    assert code == 1
+    assert "no bound of the whole network A, test_audit_command:Branching, new.pt" in err
+    assert "A / B" in out
+    limit = ("--fail-above", "1e-3")
+    code, _, err = run(monkeypatch, capsys, "audit", paths[0], "--against", paths[1], *limit)
+    assert code == 1
+    assert "is above 0.001" in err
+
+
+def test_a_model_to_compare_with_that_is_not_used(monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "audit", "demo", "--against-model", "resnet20")
+    assert (code, err) == (2, "lipbound: --against-model resnet20 needs --against CHECKPOINT\n")
+
+
 def test_an_input_the_model_does_not_take(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "audit", "demo", "--input", "3,8,8")
     assert code == 2

@@ -12,6 +12,7 @@ from zoo import Run, conv
 from lipbound import audit, bracket
 from lipbound.network.advice import advice, blocks, contributions
 from lipbound.network.audits import audit_weights
+from lipbound.results import digits
 
 
 def residual(m: nn.Module, x: Tensor) -> Tensor:
@@ -50,8 +51,9 @@ def test_advice_names_the_largest_layers_and_free_norms():
     found = audit(network(), (2, 6, 6), search=0)
     said = " ".join(advice(found))
     largest = contributions(found)[0][0]
-    assert f"{largest.name} ({largest.bracket.upper:.3g})" in said
-    assert f"would be at most {found.at_one:.3g} with the BatchNorm layers as they are" in said
+    assert f"{largest.name} ({digits(largest.bracket.upper, 3, 'up')})" in said
+    at_one = digits(found.at_one, 3, "up")
+    assert f"would be at most {at_one} with the BatchNorm layers as they are" in said
     assert "1 BatchNorm layer amplifies (norm)" in said
 
 
