@@ -32,7 +32,7 @@ from lipbound.paper.gaps import (
 from lipbound.paper.request import Request
 from lipbound.paper.trainings import Tier, work
 from lipbound.registry import unknown
-from lipbound.report.markdown import table
+from lipbound.report.markdown import filled_table, table
 from lipbound.robust.attacks.evaluate import outcomes
 from lipbound.robust.attacks.plan import Plan
 from lipbound.robust.training.settings import settings
@@ -221,13 +221,13 @@ def report(record: dict[str, Any]) -> str:
 
 def section(name: str, cells: list[dict[str, Any]], *tables: str) -> str:
     """Return a tier's section: its plan and accuracies, the given tables, and what was tried."""
-    about = _arms(ALL[name], grouped(cells))
+    about = _arms(ALL[name], grouped(cells), any(COLUMNS["APGD 0.6"](c["final"]) for c in cells))
     body = "\n".join(part for part in (_accuracies(cells), *tables, _tried(cells)) if part)
     return f"### Tier {name}\n\n{ALL[name].says}. {about}\n\n{body}"
 
 
-def _arms(tier: Tier, named: Collection[str]) -> str:
-    """Describe the labels of the arms and the budgets of the attacks."""
+def _arms(tier: Tier, named: Collection[str], balls: bool) -> str:
+    """Describe the labels of the arms and the budgets of the attacks (``balls``: APGD too)."""
     told = {"arm", "penalty_weight"}  # the label says these
     meant = [
         f"- `{label}` is `{arm['arm']}` with "
@@ -241,9 +241,11 @@ def _arms(tier: Tier, named: Collection[str]) -> str:
     return (
         f"PGD has {plan.restarts} restarts of {plan.iterations} iterations at radius "
         f"{plan.radius * 255:.3g}/255. Carlini & Wagner's attack (C&W) has {plan.searches} "
-        f"searches of {plan.search_steps} steps. APGD attacks on the cross-entropy and on each "
-        f"target inside the L2 balls of the same radii, where it was run. The weight decay is "
-        f"{decay:g} unless an arm changes it."
+        f"searches of {plan.search_steps} steps. "
+        + "APGD attacks on the cross-entropy and on each target inside the L2 balls of the same "
+        "radii. "
+        * balls
+        + f"The weight decay is {decay:g} unless an arm changes it."
         + ("\n\nSettings of the arms:\n\n" + "\n".join(meant) if meant else "")
     )
 
@@ -300,14 +302,8 @@ def _accuracies(cells: list[dict[str, Any]]) -> str:
     return (
         "Accuracies in per cent, mean ± standard deviation over seeds, on the first "
         f"{' or '.join(map(str, sorted(images)))} test images. Columns with (all) are on all test "
-        f"images.\n\n{table(*_filled(heads, rows))}\n{_automatic(cells)}"
+        f"images.\n\n{filled_table(heads, rows)}\n{_automatic(cells)}"
     )
-
-
-def _filled(heads: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """Leave out the columns in which no row has a value."""
-    kept = [i for i in range(len(heads)) if not rows or any(row[i] for row in rows)]
-    return [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def _automatic(cells: list[dict[str, Any]]) -> str:
@@ -351,7 +347,7 @@ def difference_table(
         if other == "at" and (theirs := paper_gaps(first)):
             told = [f"{100 * theirs[name]:+.1f}" if name in theirs else "" for name in columns]
             rows.append(["*the paper's*", *told])
-    return f"{table(*_filled(['', *columns], rows))}\n" if rows else ""
+    return f"{filled_table(['', *columns], rows)}\n" if rows else ""
 
 
 def gap_row(gaps: Gaps, columns: Iterable[str]) -> list[str]:

@@ -11,6 +11,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def filled_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table without the columns in which no row has a value."""
+    kept = [i for i in range(len(header)) if not rows or any(row[i] for row in rows)]
+    return table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
 def digits(value: float) -> str:
     """Format a number with three significant digits, or as an integer from 100 on.
 

@@ -13,7 +13,7 @@ from typing import Any
 from lipbound.paper import fig3, gaps, table2, table3
 from lipbound.paper.reproduce import write_figure
 from lipbound.report.figures import canvas, save
-from lipbound.report.markdown import table
+from lipbound.report.markdown import filled_table
 from lipbound.robust.attacks.plan import SLACK
 from tools.pages import DOCS, cells, differences, fits, write
 
@@ -155,9 +155,10 @@ def hold(found: Evidence, imagenette: Cells) -> None:
     for one in found.pairs["B"][OURS, CONTROL].values():
         assert one["low"] <= 0 <= one["high"]
     assert gap("B100", OURS, "clean")["high"] < 0
-    for column in gaps.COLUMNS:
-        if column != "clean":
-            assert gap("B100", OURS, column)["low"] <= 0 <= gap("B100", OURS, column)["high"]
+    attacked = found.pairs["B100"][OURS, "at"].keys() & gaps.COLUMNS.keys() - {"clean"}
+    assert {"PGD", "C&W 0.8"} < attacked
+    for column in attacked:
+        assert gap("B100", OURS, column)["low"] <= 0 <= gap("B100", OURS, column)["high"]
     every = [cell for own in (*found.tiers.values(), imagenette) for cell in own]
     (constant,) = (cell for cell in every if (fits.certified(cell["final"]) or 0) > 0)
     assert (constant["tier"], constant["label"]) == ("A", "at+spectral 0.1")
@@ -255,7 +256,7 @@ def recipe(found: Evidence) -> str:
 
 *Our recipe* (`ours`) combines a spectral penalty with averaged weights, and in tiers B, B100 and C with adversarial weight perturbation (`awp`). The table shows its differences from AT, in points.
 
-{table(["tier", "arm", *differences.GAPS], rows)}
+{filled_table(["tier", "arm", *differences.GAPS], rows)}
 
 - In tier A no difference from AT can be seen.
 - In tier B the recipe has {shown(full[OURS][0])} % clean and under PGD after {full[OURS][0]["training_seconds"] / 60:.0f} minutes of an H200; AT has {shown(full["at"][0])} %. Perturbation and averaging alone have {shown(full[CONTROL][0])} %, so they are most of the gain. What the penalty adds to these two cannot be told from zero with one seed: {told("B", OURS, "PGD", CONTROL)} under PGD, {told("B", OURS, "C&W 0.8", CONTROL)} under C&W 0.8. It does lower the certified bound, by a factor of 10^{bound(full[CONTROL]) - bound(full[OURS]):.1f}.
