@@ -23,7 +23,7 @@ def train(
         list[str] | None,
         typer.Option(
             help="Training method (repeatable): baseline, lipreg, at, at+pm, at+lipreg, "
-            "at+spectral, all (these six), or certified. Default: at+lipreg."
+            "at+spectral, all (these six), trades, or certified. Default: at+lipreg."
         ),
     ] = None,
     preset: Annotated[

@@ -34,6 +34,7 @@ from lipbound.robust.training.weight_perturbation import perturbed
 SAID = "Stopping after this step. Press Ctrl-C again to stop immediately."
 EXACT = {
     **{arm: {"arm": arm} for arm in PAPER_ARMS},
+    "trades": {"arm": "trades"},
     "certified": {"arm": "certified", "model": "tiny", "randaugment": 0.5, "colour": 0.1},
     "certified, ema": {"arm": "certified", "model": "tiny", "ema": 0.9, "momentum": 0.8},
     "ema, dropout": {"model": "wrn-10-1", "ema": 0.9, "dropout": 0.3, "arm": "at"},
@@ -395,6 +396,7 @@ def test_a_loss_that_explodes_is_said(tmp_path):
         ({"batch": 1000}, "batch=1000 is more than"),
         ({"dropout": 0.3}, "model 'cnn' does not support dropout; leave it out"),
         ({"sync_batchnorm": True}, "needs GPUs"),
+        ({"loss": "trades", "random_start": False}, "requires attack > 0 and random_start=True"),
     ],
 )
 def test_wrong_runs_are_refused(tmp_path, changes, message):
@@ -474,6 +476,37 @@ def test_a_step_is_sgd_on_loss_and_penalty(awp):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
     for name, buffer in run.model.named_buffers():
         torch.testing.assert_close(buffer, dict(level.named_buffers())[name])
+
+
+def test_a_step_of_trades_by_its_definition():
+    """The attack climbs the divergence of predictions; the loss adds β times it."""
+    wanted = chosen("trades", trades_weight=3.0, weight_decay=0.0, model="wrn-10-1")
+    run, other = (Run(wanted, blobs(channels=3), Team(torch.device("cpu"))) for _ in range(2))
+    images, labels = other.feed.batch(0)
+
+    def divergence(model, attacked):
+        before, after = (model(x).softmax(1) for x in (images, attacked))
+        return (before * (before.log() - after.log())).sum(1)
+
+    model, length = other.model.eval(), wanted.step * wanted.radius
+    attacked = (images + other.feed.start(images, START, 0)).clamp(0, 1)
+    for _ in range(wanted.attack):
+        attacked.requires_grad_()
+        (slope,) = torch.autograd.grad(divergence(model, attacked).sum(), attacked)
+        moved = (attacked + length * slope.sign() - images).clamp(-wanted.radius, wanted.radius)
+        attacked = (images + moved).clamp(0, 1).detach()
+    assert divergence(model, attacked).mean() > 0
+    model.train()
+    plain = torch.nn.functional.cross_entropy(model(images), labels)
+    loss = plain + 3 * divergence(model, attacked).mean()
+    slopes = torch.autograd.grad(loss, list(model.parameters()))
+    rate = wanted.learning_rate(0, other.steps)
+    run.advance()
+    assert float(run.sums[0]) == pytest.approx(float(loss.detach()) * len(labels), rel=1e-4)
+    for mine, start, slope in zip(
+        run.model.parameters(), other.model.parameters(), slopes, strict=True
+    ):
+        torch.testing.assert_close(mine, start - rate * slope, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-24, 1.0, 1e30])

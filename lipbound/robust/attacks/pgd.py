@@ -18,7 +18,7 @@ Logits = Callable[[Tensor], Tensor]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each example."""
+    """Return the cross-entropy of each example with its class, or with probabilities of classes."""
     return functional.cross_entropy(logits.float(), labels, reduction="none")
 
 

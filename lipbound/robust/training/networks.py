@@ -64,7 +64,12 @@ class Networks:
         self, model: nn.Module, images: Tensor, labels: Tensor, start: Tensor | None,
         *, iterations: int, training: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the images after PGD on a network, in training or in eval mode."""
+        """Return the images after PGD on a network, in training or in eval mode.
+
+        PGD maximizes the cross-entropy with ``labels``, which are classes, ``(batch,)``, or
+        probabilities, ``(batch, classes)``. With probabilities of the images themselves this is
+        the attack of TRADES, whose divergence differs from it by a constant.
+        """
         chosen, before = self.chosen, model.training
 
         def attack(images: Tensor, labels: Tensor, *start: Tensor) -> tuple[Tensor]:
@@ -86,6 +91,16 @@ class Networks:
             (attacked,) = attack(*inputs)
         model.train(before)
         return attacked
+
+    @torch.no_grad()
+    def predicted(self, images: Tensor) -> Tensor:
+        """Return the probabilities of the classes, in eval mode."""
+        before = self.model.training
+        self.model.eval()
+        with self.autocast():
+            logits: Tensor = self.model(images)
+        self.model.train(before)
+        return logits.float().softmax(1)
 
     @torch.no_grad()
     def follow(self, images: Tensor, step: int) -> None:

@@ -82,6 +82,17 @@ class Descent:
         """Return the network to evaluate and save."""
         return self.networks.evaluated
 
+    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and the logits."""
+        logits = self._logits(images)
+        smoothing = self.chosen.label_smoothing
+        return functional.cross_entropy(logits, labels, label_smoothing=smoothing), logits
+
+    def _logits(self, images: Tensor) -> Tensor:
+        with self.networks.autocast():
+            logits: Tensor = self.networks.model(images)
+        return logits.float()
+
     def _gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return loss and logits, and store the mean gradients over all processes in ``.grad``."""
         loss, logits = self._backward(images, labels)
@@ -97,9 +108,7 @@ class Descent:
         return loss, logits
 
     def _backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        with self.networks.autocast():
-            logits = self.networks.model(images).float()
-        loss = functional.cross_entropy(logits, labels, label_smoothing=self.chosen.label_smoothing)
+        loss, logits = self.loss(images, labels)
         self.optimizer.zero_grad()
         loss.backward()
         self.who.mean(p.grad for p in self.parameters if p.grad is not None)
@@ -115,6 +124,25 @@ class Descent:
             parameter = self.parameters[int(index)]
             mine = torch.empty_like(parameter).copy_(momentum)  # in the parameter's memory layout
             self.optimizer.state[parameter]["momentum_buffer"] = mine
+
+
+class Trades(Descent):
+    """TRADES (Zhang et al. 2019): accuracy without attack, and the same prediction under attack."""
+
+    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Return :math:`CE(f(x), y) + \beta\,KL(f(x) \,\|\, f(x'))` and the logits under attack.
+
+        Args:
+            images: The images x, followed by the attacked images x' in the same order.
+            labels: True classes of the images.
+        """
+        clean, attacked = images.chunk(2)
+        loss, logits = super().loss(clean, labels)
+        meant, scores = logits.log_softmax(1), self._logits(attacked)
+        divergence = functional.kl_div(
+            scores.log_softmax(1), meant, reduction="batchmean", log_target=True
+        )
+        return loss + self.chosen.trades_weight * divergence, scores
 
 
 class Run:
@@ -150,8 +178,9 @@ class Run:
         self.shown = 0.0
 
     def _descent(self) -> Descent | MarginDescent:
-        if self.chosen.loss == "cross-entropy":
-            return Descent(self.networks, self.penalty)
+        if self.chosen.loss in ("cross-entropy", "trades"):
+            kind = Trades if self.chosen.loss == "trades" else Descent
+            return kind(self.networks, self.penalty)
         some = self.feed.kept[:SETTLED]
         return MarginDescent(self.networks, self.feed.pixels(*self.feed.train.load(some))[0])
 
@@ -185,10 +214,13 @@ class Run:
         start = time.perf_counter()
         images, labels = self.feed.batch(self.step)
         if self.chosen.attack:
-            images = self.networks.attacked(
-                self.model, images, labels, self.feed.start(images, START, self.step),
+            trades = self.chosen.loss == "trades"
+            attacked = self.networks.attacked(
+                self.model, images, self.networks.predicted(images) if trades else labels,
+                self.feed.start(images, START, self.step),
                 iterations=self.chosen.attack, training=self.chosen.attack_mode == "train",
             )  # fmt: skip
+            images = torch.cat([images, attacked]) if trades else attacked
         self.model.train()
         rate = self._rate(self.step)
         loss, value, logits = self.descent.take(images, labels, rate, self.progress)

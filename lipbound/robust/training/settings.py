@@ -13,7 +13,7 @@ from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.training import margins
 
 SCHEDULES = ("steps", "onecycle", "cosine", "constant")
-LOSSES = ("cross-entropy", *margins.LOSSES)
+LOSSES = ("cross-entropy", "trades", *margins.LOSSES)
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class Settings:
         nesterov: Whether SGD uses Nesterov momentum.
         weight_decay: Weight decay λ1 of all parameters.
         label_smoothing: Label smoothing of the training loss.
-        loss: ``cross-entropy``, or a name in :data:`lipbound.robust.training.margins.LOSSES`,
-            which trains for certificates with Adam, and keeps orthogonal layers orthogonal.
+        loss: ``cross-entropy``, ``trades``, or a name in
+            :data:`lipbound.robust.training.margins.LOSSES`, which trains for certificates with
+            Adam, and keeps orthogonal layers orthogonal.
+        trades_weight: Weight β of the divergence between the predictions without and with attack,
+            for the loss ``trades``.
         margin: L2 radius for which a margin loss asks at the end of the run.
         ramp: Share of the training over which this radius grows from almost 0.
         orthogonal_lr: Largest learning rate of orthogonal layers, with a margin loss.
@@ -97,6 +100,7 @@ class Settings:
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
     loss: str = "cross-entropy"
+    trades_weight: float = 6.0
     margin: float = 3 * 36 / 255
     ramp: float = 0.5
     orthogonal_lr: float = 5e-4
@@ -145,7 +149,8 @@ class Settings:
         for name in ("epochs", "batch", "check_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
-        for name in ("lr", "orthogonal_lr", "radius", "margin", "ramp", "step", "gamma"):
+        for name in ("lr", "orthogonal_lr", "radius", "margin", "ramp", "step", "gamma",
+                     "trades_weight"):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be positive and finite")
         for name in ("first", "attack", "check", "check_attack", "samples", "weight_decay",
@@ -156,6 +161,11 @@ class Settings:
                 )
         if self.ball not in BALLS:
             raise ValueError(f"ball={self.ball!r} is not one of {', '.join(BALLS)}")
+        if self.loss == "trades" and not (self.attack and self.random_start):
+            raise ValueError(
+                "loss='trades' requires attack > 0 and random_start=True: "
+                "without them the attacked image stays equal to the image"
+            )
         if self.ramp > 1:
             raise ValueError(f"ramp={self.ramp!r} must be at most 1, the whole training")
         for name in ("colour", "randaugment"):
@@ -187,10 +197,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "at+pm": {"penalty": "power_iteration", "iterations": 10},
     "at+lipreg": {},
     "at+spectral": {"penalty": "spectral"},
+    "trades": {"penalty": "", "loss": "trades"},
     "certified": {"attack": 0, "penalty": "", "loss": "emma", "normalize": False},
 }
 """Name → settings that the arm changes. ``lipreg`` and ``at+lipreg`` use the preset's penalty."""
-PAPER_ARMS = tuple(name for name in ARMS if name != "certified")
+PAPER_ARMS = tuple(name for name in ARMS if name not in ("trades", "certified"))
 
 PAPER: dict[str, Any] = {
     "model": "wrn-28-10", "data": "cifar10", "epochs": 200, "batch": 200, "lr": 0.1,
@@ -266,7 +277,7 @@ def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) 
     if arm == "certified" and own in PRESETS:
         preset = own
     meant = preset if preset in PRESETS else own
-    if arm in PAPER_ARMS and meant in PRESETS and meant.startswith("certified-"):
+    if arm in ARMS and arm != "certified" and meant in PRESETS and meant.startswith("certified-"):
         raise ValueError(f"preset {preset!r} is for the arm 'certified'; add --arm certified")
     if arm == "certified" and preset is not None and not preset.startswith("certified-"):
         presets = [name.removeprefix("certified-") for name in PRESETS if "certified-" in name]
