@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         register_rule,
     )
     from lipbound.penalty import Penalty
+    from lipbound.spectra import Spectrum, spectrum
     from lipbound.symbols import symbol
     from lipbound.toeplitz import exact
 
@@ -39,6 +40,7 @@ __all__ = [
     "Convolution",
     "Penalty",
     "PowerIteration",
+    "Spectrum",
     "audit",
     "bound",
     "bracket",
@@ -53,6 +55,7 @@ __all__ = [
     "ordinary_kernels",
     "register_rounding",
     "register_rule",
+    "spectrum",
     "symbol",
     "unconstrain",
 ]
@@ -74,6 +77,7 @@ _HOMES = {
         "register_rule",
     ),
     "penalty": ("Penalty",),
+    "spectra": ("Spectrum", "spectrum"),
     "symbols": ("symbol",),
     "toeplitz": ("exact",),
 }

@@ -18,14 +18,14 @@ from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.runtime import widened
 
 
-def taps(conv: Convolution) -> Tensor:
+def taps(conv: Convolution, stride: Sequence[int] | None = None) -> Tensor:
     """The coefficients of the symbol that bounds a layer: ``(groups, rows, columns, *m)``.
 
     There is one symbol per group. Strides are split into phases and dilation is removed (see
     :meth:`Convolution.symbol_stride`); neither changes the supremum of the singular values. An axis
-    with m taps left has degree (m − 1)/2.
+    with m taps left has degree (m − 1)/2. ``stride`` takes the place of that stride.
     """
-    return _phases(_grouped(conv.kernel, conv.groups), conv.symbol_stride())
+    return _phases(_grouped(conv.kernel, conv.groups), stride or conv.symbol_stride())
 
 
 def symbol(
