@@ -209,7 +209,8 @@ class Certifier:
             return torch.cat([_checked(self.model(x[None].clone())) for x in given])
         try:
             executed = self._executed or Executed(self.model, self.audit.layers, given[:1])
-            self._found.append(executed.measure(given))
+            # Real arithmetic only counts the rounding of float64 logits: a looser bound suffices.
+            self._found.append(executed.measure(given, sums=self.arithmetic != "real"))
         except (RuntimeError, TypeError, ValueError) as error:
             if self.arithmetic != "real":
                 raise

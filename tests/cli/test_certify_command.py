@@ -49,7 +49,7 @@ def test_the_network_as_it_runs(trained, monkeypatch, capsys, arithmetic):
         records.append(json.loads(text))
     real, running = records
     assert running["arithmetic"] == f"the network as it runs in {arithmetic}"
-    assert real["rounding"] < running["rounding"]
+    assert real["rounding"] < 2 * running["rounding"]  # it counts at two points of the ball
     assert running["median_radius"] < real["median_radius"]
     for radius, found in running["certified"].items():
         assert found["accuracy"] <= real["certified"][radius]["accuracy"]

@@ -13,6 +13,7 @@ from zoo import NETWORKS, UNBOUNDED, Run
 
 import lipbound
 from lipbound import audit, certify, register_rule
+from lipbound.network.rounding import Executed
 from lipbound.network.rules import RULES, values
 
 
@@ -238,6 +239,26 @@ def test_inputs_run_together_as_each_alone():
     found = audit(model, (2, 6, 6))
     alone = torch.cat([certify(model, found, x[i : i + 1]) for i in range(20)])
     torch.testing.assert_close(certify(model, found, x), alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-165])
+def test_sums_of_sizes_are_bounded_and_norms_measured_in_any_layout(scale):
+    """Against a run by hand; tiny inputs have norms whose squares underflow."""
+    model, x = strided().double(), scale * torch.randn(5, 2, 6, 6).double()
+    ready = Executed(model, (), x[:1])
+    exact, bounded = ready.measure(x), ready.measure(x, sums=False)
+    assert exact.absolute.keys() == bounded.absolute.keys()
+    for name, sums in exact.absolute.items():
+        assert (bounded.absolute[name] >= sums).all()
+        assert (bounded.absolute[name] <= 4 * sums).all()
+    images, first = x, [*exact.norms.values()][:4]  # input, convolution, BatchNorm, ReLU
+    for found, module in zip(first, (nn.Identity(), *model[:3]), strict=True):
+        images = module(images).detach()
+        most = images.abs().max()
+        wanted = (images / most).flatten(1).norm(dim=1) * most
+        assert (found >= wanted.numpy()).all()
+        assert (found <= 20 * wanted.numpy()).all()
+    torch.testing.assert_close(bounded.logits, model(x).detach(), rtol=1e-12, atol=0.0)
 
 
 def test_operations_without_a_batched_form_run_one_by_one(monkeypatch):
