@@ -13,6 +13,7 @@ from lipbound.cli.audit import audit
 from lipbound.cli.certify import certify
 from lipbound.cli.paper import bench, reproduce
 from lipbound.cli.train import train
+from lipbound.report.progress import bar
 
 app = typer.Typer(
     add_completion=False,
@@ -27,6 +28,7 @@ for command in (audit, train, attack, certify, reproduce, bench):
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and raise usage errors as a one-line ``ValueError``."""
     command = typer.main.get_command(app)
+    bar.start()
     _show_flags_without_type(command)
     try:
         return command.main(list(arguments), "lipbound", standalone_mode=False) or 0
@@ -42,8 +44,8 @@ def run(arguments: Sequence[str]) -> int:
             if path == "lipbound" and arguments and arguments[0] in known:
                 path = f"lipbound {arguments[0]}"
             raise ValueError(f"{said}; try '{path} --help'") from None
-        if type(error).__name__ == "Abort":
-            raise KeyboardInterrupt from None
+        if type(error).__name__ == "Abort":  # the cause may say how to continue
+            raise KeyboardInterrupt(*getattr(error.__cause__, "args", ())) from None
         raise
 
 

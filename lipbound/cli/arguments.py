@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
-import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -90,43 +86,6 @@ def check_report(path: Path | None) -> None:
         raise ValueError(
             f"writing {str(path)!r} needs an extra ({error}): pip install 'lipbound[report]'"
         ) from None
-
-
-EVERY = 10  # seconds between two progress lines if standard error is not a terminal
-
-
-def bar(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """Show progress on standard error: a bar on a terminal, else a line every 10 seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield from _lines(items, what)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as shown:
-        yield from shown.track(items, description=what)
-
-
-def _lines(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """Print progress lines from a second thread, so that they also appear during a long item."""
-    start, place, done = time.monotonic(), 0, threading.Event()
-
-    def tell() -> None:
-        while not done.wait(EVERY):
-            spent = time.monotonic() - start
-            said = f"lipbound: {what}: {place} of {len(items)} after {spent:.0f} s"
-            print(said, file=sys.stderr, flush=True)
-
-    threading.Thread(target=tell, daemon=True).start()
-    try:
-        for item in items:
-            yield item
-            place += 1
-    finally:
-        done.set()
 
 
 def domain_of(text: str) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from lipbound.cli.arguments import (
     check_source,
     say,
 )
+from lipbound.report.progress import bar
 
 
 def attack(
@@ -121,7 +122,7 @@ def attack(
             other = next((p for p in paths if p is not path), None)
             record = assess(
                 path, other, images, plan, who.device, certify=certify, jacobians=jacobians,
-                progress=lambda what: typer.echo(f"{what} ...", err=True),
+                say=lambda what: typer.echo(f"{what} ...", err=True), progress=bar,
             )  # fmt: skip
             record["data"] = name
             records.append(record)

@@ -12,7 +12,6 @@ import typer
 from lipbound import __version__
 from lipbound.cli.arguments import (
     EFFORT,
-    bar,
     check_effort,
     check_numbers,
     check_outputs,
@@ -23,6 +22,7 @@ from lipbound.cli.arguments import (
     say,
 )
 from lipbound.files import write
+from lipbound.report.progress import bar
 from lipbound.results import digits
 
 if TYPE_CHECKING:

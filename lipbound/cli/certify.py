@@ -18,7 +18,6 @@ from lipbound.cli.arguments import (
     MODEL,
     OUT,
     PLOT,
-    bar,
     check_effort,
     check_numbers,
     check_outputs,
@@ -27,6 +26,7 @@ from lipbound.cli.arguments import (
     check_source,
     say,
 )
+from lipbound.report.progress import bar
 
 ARITHMETICS = ("real", "float64", "float32")
 RADII = ("36/255", "72/255", "108/255")

@@ -38,6 +38,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _main() -> None:
+    said = ""
     version = sys.argv[1:] == ["--version"]  # works without the cli extra
     try:
         if not version:
@@ -54,8 +55,8 @@ def _main() -> None:
         from lipbound.cli.app import run
 
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:
-        code = 130
+    except KeyboardInterrupt as error:
+        code, said = 130, str(error)
     except BrokenPipeError:  # piped into `head`
         sys.stderr.close()
         code = 0
@@ -70,7 +71,7 @@ def _main() -> None:
         first = str(error).strip().splitlines()[0]
         _stop(f"{first} Use a smaller batch (--set batch=N, --batch N) or --device cpu", 2)
     if code == 130:
-        _stop("interrupted", code)
+        _stop(said or "interrupted", code)
     raise SystemExit(code)
 
 
@@ -105,5 +106,8 @@ def _interruptible() -> Iterator[None]:
 
 
 def _stop(message: str, code: int) -> NoReturn:
+    from lipbound.report.progress import bar
+
+    bar.close()
     print(f"lipbound: {printable(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(code) from None

@@ -16,6 +16,7 @@ from lipbound.cli.arguments import (
     check_plot,
     check_report,
 )
+from lipbound.report.progress import bar
 
 
 def reproduce(
@@ -60,7 +61,7 @@ def reproduce(
     request = Request(
         tiny=tiny, weights=tuple(weights or ()), out=out, folder=folder, tier=tier,
         only=tuple(only or ()), minutes=minutes, device=device,
-        say=lambda text: typer.echo(text, err=True), watch=TrainingView,
+        say=lambda text: typer.echo(text, err=True), watch=TrainingView, progress=bar,
     )  # fmt: skip
     given = {
         "weights": weights, "folder": folder, "tier": tier, "only": only, "minutes": minutes,
@@ -69,7 +70,7 @@ def reproduce(
     _check(name, names, {option: value for option, value in given.items() if value}, tiny)
     check_report(out)
     check_outputs(*(out / f"{each}.json" for each in names))
-    for each in names:
+    for each in bar(names, "tables and figures"):
         record = steps.run(each, request)
         steps.save(record, out)
         steps.write_figure(record, out)
@@ -124,11 +125,12 @@ def bench(
         r for r in (read(out) if out else []) if r.get("network") in names and "milliseconds" in r
     ]
     done = {r["network"] for r in records}
-    measured = speed([name for name in names if name not in done], device, methods)
+    left = [name for name in names if name not in done]
+    measured = speed(left, device, methods)
     with speed_table(methods) as show:
         for record in records:
             show(record)
-        for record in measured:
+        for _, record in zip(bar(left, "networks"), measured, strict=True):
             if out:
                 append(out, record)
             show(record)

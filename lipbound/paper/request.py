@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lipbound.robust.training.run import Watcher
+from lipbound.runtime import Progress, silent
 
 Watch = Callable[[str], AbstractContextManager[Watcher | None]]
 
@@ -32,6 +33,7 @@ class Request:
         device: ``cpu`` or ``cuda``; by default the GPU if there is one.
         say: Called with a message when something begins.
         watch: Called with the name of a training, to show its progress.
+        progress: Shows the progress of everything else.
     """
 
     tiny: bool = False
@@ -44,3 +46,4 @@ class Request:
     device: str | None = None
     say: Callable[[str], None] = lambda _: None
     watch: Watch = unseen
+    progress: Progress = silent

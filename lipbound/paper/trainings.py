@@ -30,7 +30,7 @@ from lipbound.robust.training.run import Watcher
 from lipbound.robust.training.run_folder import lock
 from lipbound.robust.training.settings import Settings, as_dict, filled, settings
 from lipbound.robust.training.trained import Trained
-from lipbound.runtime import pick_device
+from lipbound.runtime import Progress, pick_device
 
 Say = Callable[[str], None]
 
@@ -103,7 +103,7 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
     path = request.out / "cells.jsonl"
     end = time.monotonic() + 60 * request.minutes if request.minutes is not None else None
     data: Data | None = None
-    for label, seed in tier.cells():
+    for label, seed in request.progress([*tier.cells()], f"trainings of tier {name}"):
         before = latest(read(path)).get((name, label, seed))
         attacked = label not in tier.tried
         done = before is not None and not (attacked and "pgd" not in before["final"])
@@ -133,7 +133,8 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
         with claim, torch._dynamo.config.patch(recompile_limit=64):
             record = cell(
                 tier, chosen, data, where, device=device, left=left, say=request.say,
-                shown=partial(request.watch, label), attacked=attacked,
+                shown=partial(request.watch, label), progress=request.progress,
+                attacked=attacked,
             )  # fmt: skip
             if record is None:
                 break
@@ -168,7 +169,8 @@ class Stages:
 
 def cell(
     tier: Tier, chosen: Settings, data: Data, where: Path, *, device: str, left: float | None,
-    say: Say, shown: Callable[[], AbstractContextManager[Watcher | None]], attacked: bool,
+    say: Say, shown: Callable[[], AbstractContextManager[Watcher | None]],
+    progress: Progress, attacked: bool,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Train one network and attack it; return ``None`` if the time was too short.
 
@@ -196,7 +198,9 @@ def cell(
     for network in (final,) if _same(best, final) else (final, best):
         kind = network.path.stem
         say(f"{kind}:")
-        look = partial(_looked_at, network, where / "assessed.jsonl", torch.device(device), say)
+        look = partial(
+            _looked_at, network, where / "assessed.jsonl", torch.device(device), say, progress
+        )
         closer = attacked and chosen.seed == 0 and kind == "final"
         found[kind] = look(
             images, plan, jacobians=tier.jacobians, certify=True, curves=closer,
@@ -236,8 +240,9 @@ def _same(one: Trained, two: Trained) -> bool:
 
 
 def _looked_at(
-    network: Trained, path: Path, device: torch.device, say: Say, images: tuple[Tensor, Tensor],
-    plan: Plan, *, curves: bool = False, doubts: bool = False, **options: Any,
+    network: Trained, path: Path, device: torch.device, say: Say, progress: Progress,
+    images: tuple[Tensor, Tensor], plan: Plan, *, curves: bool = False, doubts: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the record of :func:`assess`, from ``path`` if the same file was assessed before."""
     file = hashlib.sha256(network.path.read_bytes()).hexdigest()
@@ -250,7 +255,16 @@ def _looked_at(
         if record["asked"] == asked:
             return record["found"]
     found = assess(
-        network, None, images, plan, device, curves=curves, doubts=doubts, progress=say, **options
+        network,
+        None,
+        images,
+        plan,
+        device,
+        curves=curves,
+        doubts=doubts,
+        say=say,
+        progress=progress,
+        **options,
     )
     append(path, {"asked": asked, "found": found})
     return found

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape as without_markup
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lipbound.files import printable
 from lipbound.network.findings import Audit, geometry
+from lipbound.report.progress import Stage, bar
 from lipbound.results import Result, fixed, shown
 
 Record = dict[str, Any]
@@ -117,7 +117,7 @@ RATIOS = {
 
 
 class TrainingView:
-    """Show a training's progress: a bar on a terminal, else a line per epoch.
+    """Show a training's progress: a bar on a terminal, else a line per epoch and every 30 seconds.
 
     Args:
         title: Name of the training.
@@ -127,7 +127,7 @@ class TrainingView:
     def __init__(self, title: str, board: Path | None = None):
         self.title = title
         self.console = Console(stderr=True)
-        self.bar: Progress | None = None
+        self.stage: Stage | None = None
         self.numbers = ""
         self.board: Any = None
         if board is not None:
@@ -138,25 +138,18 @@ class TrainingView:
             self.board = SummaryWriter(str(board))
 
     def __enter__(self) -> TrainingView:
-        if self.console.is_terminal:
-            self.bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(), console=self.console, transient=True,
-            )  # fmt: skip
-            self.bar.add_task(escape(self.title), total=None, numbers="")
-            self.bar.start()
+        self.stage = bar.begin(f"steps of {printable(self.title)}")
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        if self.stage is not None:
+            bar.end(self.stage)
         if self.board is not None:
             self.board.close()
 
     def step(self, step: int, steps: int, loss: float) -> None:
-        if self.bar is not None:
-            shown = f"loss {loss:.3f}{self.numbers}"
-            self.bar.update(self.bar.task_ids[0], completed=step, total=steps, numbers=shown)
+        if self.stage is not None:
+            bar.move(self.stage, step, steps, f"loss {loss:.3f}{self.numbers}")
         if self.board is not None:
             self.board.add_scalar("loss", loss, step)
 
@@ -167,9 +160,9 @@ class TrainingView:
         held += "" if robust is None else f"  pgd {robust:.3f}"
         held += "" if estimate is None else f"  certified (estimate) {estimate:.3f}"
         self.numbers = f"{held}  product 10^{fixed(record['log10_product'], 2, 'up')}"
-        if self.bar is None:
+        if not self.console.is_terminal:
             line = f"{self.title}  epoch {record['epoch']}  loss {record['loss']:.3f}"
-            print(f"{line}{self.numbers}", file=sys.stderr, flush=True)
+            bar.say(f"{line}{self.numbers}")
         if self.board is not None:
             for name, value in record.items():
                 if isinstance(value, int | float) and name not in ("step", "loss"):

@@ -46,7 +46,7 @@ def certification(
         attacked: Number of images to attack by PGD in L2, at every radius; 0 for none.
         batch: Number of images at a time.
         say: Called with the name of each stage when it begins.
-        progress: Shows the progress of the certificates.
+        progress: Shows the progress.
 
     Returns:
         The record: accuracies with their intervals and by class (``None`` for a class without
@@ -98,7 +98,7 @@ def certification(
         first = _batch(images, 0, attacked, device)
         record["attacked"] = {
             f"{radius:.6f}": {
-                **_attacked(model, first, radius, batch),
+                **_attacked(model, first, radius, batch, progress),
                 "proved": float((found.certified[:attacked] > radius).double().mean()),
             }
             for radius in radii
@@ -131,12 +131,16 @@ def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:
 
 
 def _attacked(
-    model: torch.nn.Module, images: tuple[Tensor, Tensor], radius: float, batch: int
+    model: torch.nn.Module,
+    images: tuple[Tensor, Tensor],
+    radius: float,
+    batch: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Return the accuracy under PGD within an L2 ball."""
     pixels, labels = images
     broken = strongest_pgd(
         model, pixels, labels, radius=radius, step=0.25 * radius, iterations=50, restarts=2,
-        ball="l2", loss="alternate", width=batch,
+        ball="l2", loss="alternate", width=batch, progress=progress,
     ).broken  # fmt: skip
     return accuracy(~broken)

@@ -12,7 +12,6 @@ from helpers import fresh, run
 
 import lipbound
 import lipbound.robust.models
-from lipbound.cli import arguments as given
 from lipbound.modules import input_shapes
 from lipbound.robust.data import data_set
 from lipbound.robust.models import digits as demo
@@ -200,15 +199,6 @@ cli.main()
     assert (ended.returncode, ended.stderr) == (130, "lipbound: interrupted\n")
     later = fresh("import torch\n" + code.replace("KeyboardInterrupt", "ValueError"))
     assert (later.returncode, later.stderr) == (130, "lipbound: interrupted\n")
-
-
-def test_long_work_says_how_far_it_is_without_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(given, "EVERY", 1e-3)
-    said = ""
-    for item in given.bar([1, 2], "layers"):
-        while item == 2 and "layers: 1 of 2 after 0 s" not in said:  # written by another thread
-            said += capsys.readouterr().err
-    assert "lipbound: layers: 1 of 2 after 0 s\n" in said
 
 
 def test_a_bug_has_an_exit_code_of_its_own(monkeypatch, capsys):

@@ -252,9 +252,7 @@ def test_where_half_precision_fails_the_search_is_finer(trained, factor):
     network = Inner(model, factor).eval()
     plan = Plan(("pgd",), radius=0.1, iterations=20, restarts=1, precision="float16")
     said = []
-    found = evaluate(
-        network, images, labels, plan, curves=False, doubts=False, progress=said.append
-    )
+    found = evaluate(network, images, labels, plan, curves=False, doubts=False, say=said.append)
     plain = evaluate(model, images, labels, replace(plan, precision="float32"), curves=False,
                      doubts=False)  # fmt: skip
     assert found["precision"] == "tf32"

@@ -93,7 +93,7 @@ The command is `python -m verify damaged --count 500`. It takes valid files of e
 
 {table(["file", "damaged", "refused", "read", "wrong", "longest"], rows)}
 
-({found["device"]}, torch {found["torch"]}, seed {found["seed"]}.) Valid files that take long (20,000 kernels, or a kernel of 301×301 or 64×64×4001 taps) report their progress every 10 seconds and stop after `--minutes`.
+({found["device"]}, torch {found["torch"]}, seed {found["seed"]}.) Valid files that take long (20,000 kernels, or a kernel of 301×301 or 64×64×4001 taps) report their progress every 30 seconds and stop after `--minutes`.
 """
 
 

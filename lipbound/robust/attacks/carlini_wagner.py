@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lipbound.cuda_graphs import Replay, chunk, run
 from lipbound.robust.attacks.pgd import Found, Logits, margin
+from lipbound.runtime import Progress, check_time, silent
 
 
 @torch.no_grad()
@@ -30,6 +31,7 @@ def carlini_wagner(
     constant: float = 1e-3,
     confidence: float = 0.0,
     replay: Replay | None = None,
+    progress: Progress = silent,
 ) -> Found:
     """Search for the smallest L2 perturbation that changes the prediction of each image.
 
@@ -44,6 +46,7 @@ def carlini_wagner(
         constant: First value of c.
         confidence: Margin above which an image counts as broken.
         replay: Runs the steps as a CUDA graph. It must not have been used for another model.
+        progress: Shows the progress.
 
     Returns:
         What was found: ``norms`` holds the norm of the smallest successful perturbation, or ∞ where
@@ -74,7 +77,8 @@ def carlini_wagner(
             still, still, still, torch.zeros((), device=images.device), norms, kept,
             torch.full_like(first, -1), clean,
         )  # fmt: skip
-        for _ in range(0, steps + 1, look):
+        for _ in progress(range(0, steps + 1, look), f"search {search + 1} of {searches}"):
+            check_time()
             key = ("cw", look, steps, lr, confidence)
             now = Descent(*run(replay, key, advance, [images, middle, labels, weight, *now]))
         norms, kept = now.norms, now.kept

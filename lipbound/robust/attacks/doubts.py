@@ -23,6 +23,7 @@ from lipbound.robust.attacks.pgd import (
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.plan import SMALLEST, Plan
 from lipbound.robust.attacks.recheck import Examples, valid, verified
+from lipbound.runtime import Progress, silent
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -91,6 +92,7 @@ def doubt(
     plan: Plan,
     found: dict[str, Found],
     surrogate: nn.Module | None = None,
+    progress: Progress = silent,
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the doubts about an evaluation, and their evidence, from at most 200 images."""
     few = slice(0, 200)
@@ -101,7 +103,7 @@ def doubt(
     case = Case(model, on[few], plan, kept, surrogate)
     case.evidence["images"] = len(case.on.images)
     case.note("clean", case.on.mistakes)
-    for look in LOOKS:
+    for look in progress(LOOKS, "doubts"):
         look(case)
     return case.said, case.evidence
 

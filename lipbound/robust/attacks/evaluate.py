@@ -20,6 +20,7 @@ from lipbound.robust.attacks.evaluation import Evaluation, in_balls
 from lipbound.robust.attacks.pgd import Found, ascent, margin, perturbation_norms
 from lipbound.robust.attacks.plan import ATTACKS, SMALLEST, Engine, Plan, engine, strongest
 from lipbound.robust.attacks.recheck import Examples, check, tf32, valid
+from lipbound.runtime import Progress, silent
 
 CERTIFIED_RADII = tuple(r / 255 for r in (36, 72, 108, 255))
 
@@ -74,7 +75,8 @@ def evaluate(
     curves: bool = True,
     doubts: bool = True,
     surrogate: nn.Module | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> Evaluation:
     """Attack a classifier and return a record of its accuracies.
 
@@ -90,7 +92,8 @@ def evaluate(
         doubts: Whether to look for signs of a weak attack.
         surrogate: Another network for the same images. Its adversarial images should not break the
             model more often than the model's own do.
-        progress: Called with the name of each stage when it begins.
+        say: Called with the name of each stage when it begins.
+        progress: Shows the progress, see :class:`lipbound.runtime.Progress`.
 
     Returns:
         A dictionary that prints as a table: the ``plan``, the ``precision`` of the searches,
@@ -105,10 +108,10 @@ def evaluate(
             logits that are not finite, or a model in training mode.
     """
     plan = plan or Plan()
-    with engine(model, images, plan) as ready:
+    with engine(model, images, plan, progress) as ready:
         record = Evaluation(plan=vars(plan), precision=ready.plan.precision)
         if ready.plan.precision != plan.precision:
-            progress(
+            say(
                 f"{plan.precision} loses this network's gradients, so the attacks search in "
                 f"{ready.plan.precision}"
             )
@@ -117,31 +120,33 @@ def evaluate(
         record["clean"] = accuracy(right)
         found: dict[str, Found] = {}
         for name in dict.fromkeys(plan.attacks):
-            progress(name)
+            say(name)
             if name == "cw" and not images.is_cuda:
                 minutes = cw_minutes(model, images, labels, plan)
-                progress(
+                say(
                     f"cw takes {math.ceil(minutes)} to {math.ceil(3 * minutes)} minutes for "
                     f"{len(images)} images on this processor; fewer images take less"
                 )
             found[name] = ATTACKS[name](ready, images, labels)
             record[name] = _reported(name, found[name], ready, examples)
         if "pgd" in found and curves:
-            progress("radii")
+            say("radii")
             record["against_radius"] = _against_radius(ready, examples)
         if "cw" in found and curves:
-            progress("steps")
+            say("steps")
             record["against_steps"] = _against_steps(ready, examples, record["cw"])
         if audit is not None:
-            progress("certificates")
+            say("certificates")
             record |= _certified(record, model, examples, audit, plan)
         if jacobians:
-            progress("jacobians")
-            record["jacobian_norms"] = _quantiles(jacobian_norms(model, images[:jacobians]))
+            say("jacobians")
+            record["jacobian_norms"] = _quantiles(
+                jacobian_norms(model, images[:jacobians], progress=progress)
+            )
         if doubts:
-            progress("doubts")
+            say("doubts")
             with tf32(plan.precision != "float32"):
-                said, record["evidence"] = doubt(model, examples, plan, found, surrogate)
+                said, record["evidence"] = doubt(model, examples, plan, found, surrogate, progress)
             record["doubts"] = [*said, *_losses(found, record)]
         return record
 
@@ -208,7 +213,7 @@ def _against_radius(on: Engine, examples: Examples) -> dict[str, Any]:
     """Return radius → accuracy for PGD with one restart and at most 50 iterations."""
     few = {"iterations": min(on.plan.iterations, 50), "restarts": 1, "loss": "cross-entropy"}
     curve = {}
-    for radius in (share * on.plan.radius for share in SHARES):
+    for radius in on.progress([share * on.plan.radius for share in SHARES], "radii"):
         if on.plan.ball == "linf" and radius > 1:
             continue
         found = strongest(on, examples.images, examples.labels, radius, **few)
@@ -236,7 +241,7 @@ def _against_steps(
 ) -> dict[str, dict[str, float]]:
     """Return steps per search → radius → accuracy for Carlini & Wagner's attack."""
     curve = {}
-    for steps in (few for few in STEPS if few < on.plan.search_steps):
+    for steps in on.progress([few for few in STEPS if few < on.plan.search_steps], "steps"):
         fewer = replace(on, plan=replace(on.plan, search_steps=steps))
         found = ATTACKS["cw"](fewer, examples.images, examples.labels)
         curve[steps] = _reported("cw", found, fewer, examples)
@@ -276,10 +281,13 @@ def _reported(name: str, found: Found, on: Engine, examples: Examples) -> dict[s
     return result
 
 
-def jacobian_norms(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:
+def jacobian_norms(
+    model: nn.Module, images: Tensor, batch: int = 50, progress: Progress = silent
+) -> Tensor:
     """Return the exact spectral norm of the logits' Jacobian at every image."""
     with in_eval(model):
-        return torch.cat([norms_by_rows(model, part) for part in images.split(batch)])
+        parts = progress(images.split(batch), "batches of Jacobians")
+        return torch.cat([norms_by_rows(model, part) for part in parts])
 
 
 def paired(one: Sequence[bool] | Tensor, other: Sequence[bool] | Tensor) -> dict[str, float]:

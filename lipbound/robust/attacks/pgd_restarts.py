@@ -26,6 +26,7 @@ from lipbound.robust.attacks.pgd import (
     perturbation_norms,
     stepped,
 )
+from lipbound.runtime import Progress, check_time, silent
 
 
 @torch.no_grad()
@@ -45,6 +46,7 @@ def strongest_pgd(
     seed: int = 0,
     width: int = 0,
     replay: Replay | None = None,
+    progress: Progress = silent,
 ) -> Found:
     """Attack every image until it is misclassified or the budget is spent.
 
@@ -66,6 +68,7 @@ def strongest_pgd(
         seed: Seed for the random starts.
         width: Number of images attacked at a time; all by default.
         replay: Runs the iterations as a CUDA graph. It must not have been used for another model.
+        progress: Shows the progress.
 
     Returns:
         What was found; for an image that was not broken, the attempt with the largest margin.
@@ -95,10 +98,15 @@ def strongest_pgd(
         draw.manual_seed((seed * 1_000_003 + restart) % (1 << 62))
         return BALLS[ball].sample(images, radius, draw)
 
+    shown, done = iter(progress(range(len(images) * restarts), "restarts of images")), -1
     while pool.seat(starts):
+        check_time()
         key = ("pgd", ball, loss, decay, look)
         pool.slots = Slots(*run(replay, key, advance, [lengths, *pool.slots]))
         pool.collect(iterations)
+        while done < int(pool.done):
+            next(shown, None)
+            done += 1
     return Found(pool.kept, pool.broken, perturbation_norms(pool.kept, images, ball), pool.first)
 
 
@@ -154,6 +162,7 @@ class _Pool:
         self.first = torch.full(fill_value=-1, **everyone)  # type: ignore[call-overload]
         self.broken = torch.zeros(dtype=torch.bool, **everyone)  # type: ignore[call-overload]
         self.kept = images.clone()
+        self.ended, self.done = 0, 0.0  # restarts, also with shares of those under way
         self.waiting = deque((image, 0) for image in range(len(images)))
         self.seats: list[tuple[int, int] | None] = [None] * width
         nobody = torch.zeros(width, dtype=torch.long, device=images.device)
@@ -185,15 +194,21 @@ class _Pool:
         """Store the results of finished slots; unbroken images wait for their next restart."""
         broken_at, at = torch.stack([self.slots.broken_at, self.slots.at]).tolist()
         over: list[int] = []
+        under_way = 0
         who: list[int] = []
         for place, seat in enumerate(self.seats):
             if seat is None or (broken_at[place] < 0 and at[place] <= iterations):
+                under_way += at[place] if seat is not None else 0
                 continue
             over.append(place)
             who.append(seat[0])
             if broken_at[place] < 0 and seat[1] + 1 < self.restarts:
                 self.waiting.append((seat[0], seat[1] + 1))
+                self.ended += 1
+            else:
+                self.ended += self.restarts - seat[1]
             self.seats[place] = None
+        self.done = self.ended + under_way / (iterations + 1)
         if over:
             places, found = self._tensors(over, who)
             self.best[found] = self.slots.best[places]

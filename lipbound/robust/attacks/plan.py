@@ -23,6 +23,7 @@ from lipbound.robust.attacks.half_precision import Rough, faithful
 from lipbound.robust.attacks.pgd import LOSSES, Found, Logits, perturbation_norms
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.recheck import tf32, verified
+from lipbound.runtime import Progress, silent
 
 SLACK = {"float32": 0.0, "tf32": 0.0, "float16": 0.02, "bfloat16": 0.1}
 """Precision of the search → margin above which an image counts as broken in that precision.
@@ -120,12 +121,14 @@ class Engine:
         logits: The same network, compiled if the plan says so.
         replay: Replays CUDA graphs; ``None`` without graphs.
         plan: The attack plan.
+        progress: Shows the progress.
     """
 
     model: nn.Module
     logits: Logits
     replay: Replay | None
     plan: Plan
+    progress: Progress = silent
 
     @contextmanager
     def at(self, precision: str) -> Iterator[Logits]:
@@ -136,7 +139,9 @@ class Engine:
 
 
 @contextmanager
-def engine(model: nn.Module, images: Tensor, plan: Plan) -> Iterator[Engine]:
+def engine(
+    model: nn.Module, images: Tensor, plan: Plan, progress: Progress = silent
+) -> Iterator[Engine]:
     """Prepare the network for a plan's searches on these images.
 
     tf32 replaces half precision if the network's gradients are wrong in half precision.
@@ -149,7 +154,7 @@ def engine(model: nn.Module, images: Tensor, plan: Plan) -> Iterator[Engine]:
         if half is not None and not faithful(model, images[:LOOKED_AT], half):
             plan = replace(plan, precision="tf32")
         with tuned(before or replay is not None):  # the same shape many times
-            yield Engine(model, logits, replay, plan)
+            yield Engine(model, logits, replay, plan, progress)
 
 
 @contextmanager
@@ -176,7 +181,8 @@ def strongest(on: Engine, images: Tensor, labels: Tensor, radius: float, **optio
     with on.at(plan.precision) as logits:
         return strongest_pgd(
             logits, images, labels, radius=radius, step=plan.step * radius,
-            confidence=SLACK[plan.precision], width=plan.batch, replay=on.replay, **chosen,
+            confidence=SLACK[plan.precision], width=plan.batch, replay=on.replay,
+            progress=on.progress, **chosen,
         )  # fmt: skip
 
 
@@ -217,11 +223,12 @@ def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
     found = _mistakes(on, images, labels)
 
     def search(logits: Logits, who: Tensor, width: int = 0, replay: Replay | None = None) -> None:
-        for part in who.split(plan.batch) if len(who) else ():
+        for part in on.progress(who.split(plan.batch) if len(who) else (), "C&W batches"):
             some = part[torch.arange(max(width, len(part)), device=part.device) % len(part)]
             nearest = carlini_wagner(
                 logits, images[some], labels[some], steps=plan.search_steps,
                 searches=plan.searches, constant=plan.constant, replay=replay,
+                progress=on.progress,
             )  # fmt: skip
             _put(found, part, nearest)
 
@@ -276,7 +283,8 @@ def _autoattack(on: Engine, images: Tensor, labels: Tensor, **changes: Any) -> F
     with tuned(False):  # its batches differ in size
         with tf32(plan.fine == "tf32"):
             model = on.model if half is None else Rough(on.model, half)
-            found = autoattack(model, images, labels, **options)
+            for _ in on.progress([None], "AutoAttack"):
+                found = autoattack(model, images, labels, **options)
         who = _unconfirmed(on, found, labels)
         if len(who):
             _put(found, who, autoattack(on.model, images[who], labels[who], **options))

@@ -16,6 +16,7 @@ from lipbound.robust.attacks.evaluate import evaluate
 from lipbound.robust.attacks.evaluation import Evaluation
 from lipbound.robust.attacks.plan import Plan
 from lipbound.robust.training.trained import Trained, load_trained
+from lipbound.runtime import Progress, silent
 from lipbound.weights import check_file
 
 
@@ -52,7 +53,8 @@ def assess(
     device: torch.device,
     *,
     certify: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
     **options: Any,
 ) -> Evaluation:
     """Return a network's record from :func:`lipbound.robust.attacks.evaluate.evaluate`.
@@ -64,7 +66,8 @@ def assess(
         plan: An attack plan: which attacks to run, and with which budget.
         device: Device to compute on.
         certify: Whether to audit the network, for certified accuracies.
-        progress: Called with the name of each stage when it begins.
+        say: Called with the name of each stage when it begins.
+        progress: Shows the progress, see :class:`lipbound.runtime.Progress`.
         options: ``jacobians``, ``curves`` and ``doubts``, see ``evaluate``.
     """
     pixels, labels = images
@@ -74,11 +77,12 @@ def assess(
         )
     bounds = None
     if certify:
-        progress("audit")
+        say("audit")
         # The audit needs the CPU's float64. Jacobians are measured below, at images.
         # The domain of pixels is used only if there is no bound for every input.
-        model = network.model.cpu()
-        bounds = audit(model, network.input_shape, search=0, domain=(0.0, 1.0))
+        bounds = audit(
+            network.model.cpu(), network.input_shape, search=0, domain=(0.0, 1.0), progress=progress
+        )
     model = network.model.to(device)
     if device.type == "cuda" and plan.precision != "float32":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -89,6 +93,7 @@ def assess(
         plan,
         audit=bounds,
         surrogate=None if other is None else other.model.to(device),
+        say=say,
         progress=progress,
         **options,
     )
