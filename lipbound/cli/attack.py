@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from lipbound.cli.arguments import (
     check_numbers,
     check_outputs,
     check_plot,
+    check_report,
     check_source,
     say,
 )
@@ -90,14 +92,19 @@ def attack(
     json_: JSON = False,
     out: OUT = None,
     plot: PLOT = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with the tables and the curves to this file."),
+    ] = None,
 ) -> None:
     """Measure accuracy under attack, and warn if an attack looks too weak to be trusted."""
-    from lipbound.files import append
+    from lipbound.files import append, write
 
     check_source(checkpoint)
     check_numbers(count=count, jacobians=jacobians)
     check_plot(plot)
-    check_outputs(out, plot)
+    check_report(html)
+    check_outputs(out, plot, html)
     from lipbound.cli.models import evaluated
     from lipbound.report.terminal import echo, result_table
     from lipbound.robust.attacks.plan import Plan
@@ -138,3 +145,8 @@ def attack(
 
         attack_figure(records, plot)
         typer.echo(f"wrote {plot}", err=True)
+    if html is not None:
+        from lipbound.report.attacks import attack_page
+
+        write(html, attack_page(records).encode())
+        typer.echo(f"wrote {html}", err=True)

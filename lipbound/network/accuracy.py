@@ -96,6 +96,19 @@ class CertifiedAccuracy(Result):
         radii = [most * place / points for place in range(points + 1)]
         return [[radius, float((self.certified > radius).double().mean())] for radius in radii]
 
+    def histogram(self, bins: int = 30) -> dict[str, list[Any]]:
+        """Count the images of each class by their radius; those with the radius 0 are left out.
+
+        Returns:
+            ``edges`` of the bins, and ``by_class``, the counts of each class.
+        """
+        edges = torch.linspace(0, float(self.certified.max()) or 1.0, bins + 1, dtype=torch.float64)
+        places = (torch.bucketize(self.certified.double(), edges) - 1).clamp(0, bins - 1)
+        kept = self.certified > 0
+        cells = (self.labels * bins + places)[kept]
+        counts = torch.bincount(cells, minlength=bins * self.classes).reshape(-1, bins)
+        return {"edges": edges.tolist(), "by_class": counts.tolist()}
+
     def by_class(self, radius: float) -> list[float]:
         """Return the certified accuracy of every class; NaN for a class without images."""
         counts = torch.bincount(self.labels, minlength=self.classes)

@@ -91,7 +91,7 @@ class Comparison(Result):
         shared = sum(row["A / B"] is not None for row in rows)
         lines.append(f"{len(changed)} of {shared} layers with the same name have another norm")
         if changed:
-            top = [f"{row['layer']} (× {digits(row['A / B'], 3)})" for row in changed[:MOST]]
+            top = [f"{row['layer']} (×{digits(row['A / B'], 3)})" for row in changed[:MOST]]
             lines.append(f"what changed most, from B to A: {', '.join(top)}")
         gains = [one for one in self.blocks() if one["A / B"] is not None]
         if gains:

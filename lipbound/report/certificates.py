@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
-from lipbound import __version__
-from lipbound.report.figures import certificate_axes, encoded
+from lipbound.report.figures import certificate_axes, class_radii_axes, radii_axes
+from lipbound.report.html import picture, render, table
 from lipbound.report.terminal import Record, Screen, echo, titled
-from lipbound.results import digits
+from lipbound.results import digits, percent
 from lipbound.robust.attacks.evaluation import title_of
 
 HEADINGS = (
     "L2 radius", "certified accuracy", "95 % interval", "worst class", "attacked", "proved",
 )  # fmt: skip
-
-TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; }
-th, td { text-align: right; padding: .3rem .7rem; white-space: nowrap; }
-th, td { border-bottom: 1px solid #8884; }
-svg { background: #fff; max-width: 100%; height: auto; border-radius: 6px; }
-footer { color: #888; font-size: .85rem; }
-</style>
-</head>
-<body>
-<h1>Certified accuracy</h1>
-<p>{{ title }}</p>
-<table>
-<tr>{% for name in headings %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in rows %}
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table>
-{% for sentence in words %}
-<p>{{ sentence }}</p>
-{% endfor %}
-{{ picture }}
-<footer>lipbound {{ version }}, {{ record.device }}, seed {{ record.seed }}</footer>
-</body>
-</html>
-"""
 
 
 def certificate_table(record: Record, radii: Iterable[float]) -> None:
@@ -71,12 +37,15 @@ def certificate_rows(record: Record, radii: Iterable[float]) -> list[list[str]]:
     """Return radius, certified accuracy, interval, worst class, and both for attacked images."""
     names = {f"{radius:.6f}": radius_name(radius) for radius in radii}
     count = len(_headings(record))
-    rows = [_certified("0 (clean)", record["clean"], "", "", "")[:count]]
+    rows = [_row("0 (clean)", record["clean"], "nearest", "", "", "")[:count]]
     for radius, found in record["certified"].items():
         worst = min(share for share in found["by_class"] if share is not None)
         attack = record.get("attacked", {}).get(radius)
-        both = [f"{100 * attack[k]:.1f} %" if attack else "" for k in ("accuracy", "proved")]
-        rows.append(_certified(names[radius], found, f"{100 * worst:.1f} %", *both)[:count])
+        both = ["", ""]
+        if attack:
+            both = [percent(attack["accuracy"]), percent(attack["proved"], "down")]
+        worst = percent(worst, "down")
+        rows.append(_row(names[radius], found, "down", worst, *both)[:count])
     return rows
 
 
@@ -92,10 +61,10 @@ def radius_name(radius: float) -> str:
     return f"{levels}/255 ({radius:.4f})" if whole else f"{radius:.4f}"
 
 
-def _certified(name: str, found: Record, *others: str) -> list[str]:
+def _row(name: str, found: Record, rounding: str, *others: str) -> list[str]:
     low, high = found["interval"]
-    ends = f"{100 * low:.1f} to {100 * high:.1f} %"
-    return [name, f"{100 * found['accuracy']:.1f} %", ends, *others]
+    ends = f"{percent(low, 'down').removesuffix(' %')} to {percent(high, 'up')}"
+    return [name, percent(found["accuracy"], rounding), ends, *others]
 
 
 def certificate_words(record: Record) -> list[str]:
@@ -126,6 +95,14 @@ def certificate_words(record: Record) -> list[str]:
             f"Attacked: accuracy of the first {count} images under PGD in L2. Proved: certified "
             f"accuracy of the same images, which can never be larger."
         )
+        for radius, one in attacked.items():
+            if one["accuracy"] < one["proved"]:
+                words.append(
+                    f"contradiction: at the radius {float(radius):.4g} the attack left "
+                    f"{percent(one['accuracy'])} of the images right, but "
+                    f"{percent(one['proved'], 'down')} are proved, so the bound or the attack is "
+                    f"wrong, or the rounding of float32 misclassified them"
+                )
     return words
 
 
@@ -137,17 +114,39 @@ def _lost(count: int) -> str:
 
 def certificate_page(record: dict[str, Any], radii: Iterable[float]) -> str:
     """Return the HTML page of a record of :func:`lipbound.robust.certification.certification`."""
-    from jinja2 import Environment
-    from markupsafe import Markup
+    names, shares = _headings(record), record["certified"]
+    rows = [dict(zip(names, row, strict=True)) for row in certificate_rows(record, radii)]
+    said = certificate_words(record)
+    folded = {}
+    pictures = {"Accuracy over the radius": picture(certificate_axes(record))}
+    if "histogram" in record:
+        said.append(_without(record))
+        pictures["Certified radii of all images"] = picture(radii_axes(record))
+        folded["Certified radii of each class"] = picture(class_radii_axes(record))
+    section = {
+        "title": "Certified accuracy",
+        "rows": rows,
+        "said": said,
+        "pictures": pictures,
+        "folded": folded,
+    }
+    files = {
+        "certificates.json": json.dumps(record, indent=1),
+        "certificates.csv": table([_numbers(radius, one) for radius, one in shares.items()]),
+    }
+    return render("sheet", title_of(record), files, sections=[section], device=record["device"])
 
-    drawn = encoded(certificate_axes(record), "svg").decode()
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(TEMPLATE).render(
-        title=title_of(record),
-        headings=_headings(record),
-        record=record,
-        rows=certificate_rows(record, radii),
-        words=certificate_words(record),
-        picture=Markup(drawn[drawn.index("<svg") :]),  # made by Matplotlib, without user's text
-        version=__version__,
+
+def _numbers(radius: str, found: Record) -> dict[str, Any]:
+    classes = {f"class {label}": share for label, share in enumerate(found.get("by_class", []))}
+    low, high = found["interval"]
+    share = {"accuracy": found["accuracy"], "low": low, "high": high}
+    return {"radius": float(radius), **share, **classes}
+
+
+def _without(record: Record) -> str:
+    positive = sum(map(sum, record["histogram"]["by_class"]))
+    return (
+        f"The histograms show the {positive} images with a radius above 0; the other "
+        f"{record['images'] - positive} are misclassified or have the radius 0."
     )

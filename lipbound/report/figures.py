@@ -190,6 +190,38 @@ def attack_axes(records: Sequence[dict[str, Any]]) -> Any:
     return figure
 
 
+def radii_axes(record: dict[str, Any]) -> Any:
+    """Return the histogram of the certified radii of all images."""
+    edges, counts = record["histogram"]["edges"], np.asarray(record["histogram"]["by_class"])
+    figure, axes = canvas().subplots(figsize=(6.2, 3.6), layout="constrained")
+    axes.stairs(counts.sum(0), edges, fill=True, color="C0", alpha=0.7)
+    axes.set_xlabel("certified L2 radius, pixels in [0, 1]")
+    axes.set_ylabel("images")
+    axes.set_xlim(left=0)
+    tidy(axes)
+    return figure
+
+
+def class_radii_axes(record: dict[str, Any]) -> Any:
+    """Return a histogram of the certified radii for each class, on a common axis."""
+    edges, counts = record["histogram"]["edges"], np.asarray(record["histogram"]["by_class"])
+    size = (6.2, 0.9 + 0.42 * len(counts))
+    figure, rows = canvas().subplots(
+        len(counts), 1, figsize=size, sharex=True, sharey=True, squeeze=False
+    )
+    figure.subplots_adjust(0.14, 0.62 / size[1], 0.98, 1 - 0.08 / size[1], hspace=0.12)
+    for label, (axes, part) in enumerate(zip(rows[:, 0], counts, strict=True)):
+        axes.stairs(part, edges, fill=True, color="C0", alpha=0.7)
+        axes.set_yticks([])
+        axes.set_ylabel(f"class {label}", rotation=0, ha="right", va="center", fontsize=8)
+        tidy(axes, grid="x")
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="x", length=0)
+    rows[-1, 0].set_xlabel("certified L2 radius, pixels in [0, 1]")
+    rows[-1, 0].set_xlim(left=0)
+    return figure
+
+
 def certificate_figure(record: dict[str, Any], path: Path) -> None:
     """Draw certified accuracy over the radius, below the accuracy under attack."""
     save(certificate_axes(record), path)

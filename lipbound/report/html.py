@@ -15,6 +15,7 @@ import torch
 
 from lipbound import __version__
 from lipbound.files import printable
+from lipbound.report.figures import encoded
 from lipbound.results import digits, fixed
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ def parts(name: str) -> Markup:
     from markupsafe import Markup, escape
 
     return Markup(".<wbr>").join(escape(part) for part in printable(name).split("."))
+
+
+def picture(figure: Any) -> str:
+    """Return a figure as the address of an SVG image, and close it."""
+    return "data:image/svg+xml;base64," + base64.b64encode(encoded(figure, "svg")).decode()
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -50,8 +50,8 @@ def certification(
 
     Returns:
         The record: accuracies with their intervals and by class (``None`` for a class without
-        images), a curve, the bound of the network, and the seconds that audit and certificates
-        took.
+        images), a curve, a histogram of the radii, the bound of the network, and the seconds that
+        audit and certificates took.
 
     Raises:
         ValueError: If the images do not fit the network, or a radius is not positive.
@@ -127,6 +127,7 @@ def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:
         },
         "median_radius": found.median_radius,
         "curve": found.curve(),
+        "histogram": found.histogram(),
     }
 
 

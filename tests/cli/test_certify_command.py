@@ -10,7 +10,7 @@ from helpers import TINY_SHIFT, run
 from safetensors.torch import save_file
 
 from lipbound.files import read
-from lipbound.report.certificates import radius_name
+from lipbound.report.certificates import certificate_words, radius_name
 from lipbound.robust.data import data_set
 from lipbound.robust.models import MODELS
 from lipbound.robust.training.loop import train
@@ -107,8 +107,17 @@ def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
     assert "<svg" in (tmp_path / "curve.svg").read_text()
     page = (tmp_path / "page.html").read_text()
     assert "Certified accuracy" in page
-    assert "<svg" in page
-    assert "<script" not in page
+    assert page.count("data:image/svg+xml") == 3
+    counts = torch.tensor(record["histogram"]["by_class"])
+    assert counts.shape == (10, 30)
+    edges = torch.tensor(record["histogram"]["edges"])
+    assert (edges[1:] > edges[:-1]).all()
+    assert f"show the {counts.sum()} images with a radius above 0" in page
+    attacked = record["attacked"]["0.200000"]
+    said = " ".join(certificate_words(record))
+    assert "contradiction" not in said
+    attacked["accuracy"] = attacked["proved"] - 0.01
+    assert "contradiction: at the radius 0.2 the attack left" in " ".join(certificate_words(record))
 
 
 def test_classes_without_images_are_null(trained, monkeypatch, capsys, tmp_path):

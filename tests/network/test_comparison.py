@@ -33,7 +33,7 @@ def test_a_doubled_layer_is_what_changed():
         assert (row["lower A"], row["upper A"]) == (a.bracket.lower, a.bracket.upper)
         assert (row["lower B"], row["upper B"]) == (b.bracket.lower, b.bracket.upper)
     said = "\n".join(found.summary())
-    assert f"what changed most, from B to A: {changed['layer']} (× 2)" in said
+    assert f"what changed most, from B to A: {changed['layer']} (×2)" in said
     assert "only in" not in said
     assert f"1 of {len(found.rows())} layers" in said
     assert found.blocks()

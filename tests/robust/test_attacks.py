@@ -670,12 +670,15 @@ def test_the_command(trained, monkeypatch, capsys, tmp_path):
     )
     assert code == 0
     assert "pgd linf 0.1, 5×1" in table
-    assert "certified l2 0.1412" in table
+    assert "none, l2 0.1412" in table
+    assert "contradiction" not in table
     assert json.loads(out.read_text())["arm"] == "at"
     assert plot.exists()
     arguments[1] = str(path.parent)  # the run: best and final, each against the other's images
-    code, records, _ = run(monkeypatch, capsys, *arguments, "--json")
+    page = tmp_path / "page.html"
+    code, records, _ = run(monkeypatch, capsys, *arguments, "--json", "--html", str(page))
     assert code == 0
+    assert page.read_text().count("data:image/svg+xml") == 2
     assert records.count('"transfer"') == 2
     for wrong, message in (
         (["attack", "nowhere.safetensors"], "there is no file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any, ClassVar
 
 from lipbound.results import Result
@@ -104,6 +105,13 @@ class Evaluation(Result, dict[str, Any]):
         if "doubts" in self and not self["doubts"]:
             said.append("no doubts: gradients, iterations, radii and a gradient-free attack agree")
         return said
+
+    def _page(self) -> str:
+        try:  # the report imports the evaluation
+            page = import_module("lipbound.report.attacks").attack_page
+            return str(page([self]))
+        except ImportError as error:
+            raise ImportError(f"{error}; pip install 'lipbound[report]'") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as a plain dictionary."""
