@@ -146,48 +146,89 @@ def attack_figure(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def attack_axes(records: Sequence[dict[str, Any]]) -> Any:
-    """Draw accuracy over PGD iterations and over the radius, and a histogram of Jacobian norms.
+    """Draw accuracy over the iterations and the radius, and a histogram of Jacobian norms.
 
-    Dashed lines are the certified accuracies, which no attack can lower.
+    Only what the records hold gets a panel. Dashed lines are the certified accuracies, which no
+    attack can lower.
     """
-    pyplot = canvas()
-    figure, places = pyplot.subplots(1, 3, figsize=(10.4, 3.2), layout="constrained")
-    left, middle, right = places
-    for index, record in enumerate(records):
-        names = filter(None, (record.get("arm"), Path(record.get("checkpoint", "")).stem))
-        label, colour = ", ".join(names) or "PGD", f"C{index}"
-        pgd = record.get("pgd", {})
-        curve = pgd.get("against_iterations", {})
-        left.plot([int(k) for k in curve], list(curve.values()), "o-", ms=3, color=colour)
-        if "certified" in pgd:
-            left.axhline(pgd["certified"], color=colour, ls="--", lw=1.2)
-        if curve:
-            left.set_xlim(left=0)
-        curve = {"0": record["clean"], **record.get("against_radius", {})}
-        radii, found = [float(k) for k in curve], list(curve.values())
-        middle.plot(radii, [f["accuracy"] for f in found], "o-", ms=3, color=colour, label=label)
-        ends = zip(*(f["interval"] for f in found), strict=True)
-        middle.fill_between(radii, *ends, color=colour, alpha=0.15, lw=0)
-        if "certified_curve" in record:
-            proved = [*record["certified_curve"], [max(radii), 0.0]]
-            inside = [(r, share) for r, share in proved if r <= max(radii)]
-            middle.plot(*zip(*inside, strict=True), "--", color=colour, lw=1.2)
-            middle.plot([], [], "--", color=colour, lw=1.2, label="proved")
-        norms = record.get("jacobian_norms", {}).get("all", [])
-        right.hist(norms, bins=30, color=colour, alpha=0.5)
-    left.set_xscale("symlog", linthresh=1)
-    left.set_xlabel("iterations of PGD")
-    middle.set_xlabel(f"radius, {records[0]['plan']['ball']} (PGD, one restart)")
-    right.set_xlabel("norm of the Jacobian")
-    right.set_ylabel("images")
-    for axes in (left, middle):
-        axes.set_ylabel("accuracy")
-    for axes in places:
+    panels = [
+        draw
+        for draw, wanted in (
+            (_iterations, lambda record: "against_iterations" in record.get("pgd", {})),
+            (_radii, lambda record: "against_radius" in record),
+            (_l2_radii, _smallest),
+            (_jacobians, lambda record: "jacobian_norms" in record),
+        )
+        if any(map(wanted, records))
+    ]
+    panels = panels or [_radii]
+    figure, places = canvas().subplots(
+        1, len(panels), figsize=(3.47 * len(panels), 3.2), layout="constrained", squeeze=False
+    )
+    for draw, axes in zip(panels, places[0], strict=True):
+        for index, record in enumerate(records):
+            names = filter(None, (record.get("arm"), Path(record.get("checkpoint", "")).stem))
+            draw(axes, record, f"C{index}", ", ".join(names))
         tidy(axes)
-    for axes in (left, middle):
-        axes.set_ylim(0, 1)
-    middle.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _iterations(axes: Any, record: dict[str, Any], colour: str, name: str) -> None:
+    pgd = record.get("pgd", {})
+    curve = pgd.get("against_iterations", {})
+    axes.plot([int(k) for k in curve], list(curve.values()), "o-", ms=3, color=colour)
+    if "certified" in pgd:
+        axes.axhline(pgd["certified"], color=colour, ls="--", lw=1.2)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set(xlabel="iterations of PGD", ylabel="accuracy", ylim=(0, 1), xlim=(0, None))
+
+
+def _radii(axes: Any, record: dict[str, Any], colour: str, name: str) -> None:
+    ball = record["plan"]["ball"]
+    _over_radius(axes, record, record.get("against_radius", {}), ball, colour, "-", name or "PGD")
+    axes.set_xlabel(f"radius, {ball} (PGD, one restart)")
+
+
+def _smallest(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the accuracies by L2 radius, for each attack that has them."""
+    found = {name: record[name] for name in record["plan"]["attacks"]}
+    return {
+        name: {radius: f for radius, f in one.items() if isinstance(f, dict)}
+        for name, one in found.items()
+        if "accuracy" not in one
+    }
+
+
+def _l2_radii(axes: Any, record: dict[str, Any], colour: str, name: str) -> None:
+    for style, (attack, found) in zip(("-", ":", "-."), _smallest(record).items(), strict=False):
+        _over_radius(axes, record, found, "l2", colour, style, f"{attack} {name}".strip())
+    axes.set_xlabel("radius, l2 (other attacks)")
+
+
+def _over_radius(
+    axes: Any, record: dict[str, Any], attacked: dict[str, Any], ball: str, colour: str, style: str,
+    label: str,
+) -> None:  # fmt: skip
+    curve = {"0": record["clean"], **attacked}
+    radii, found = [float(k) for k in curve], list(curve.values())
+    line = {"ls": style, "color": colour, "label": label}
+    axes.plot(radii, [f["accuracy"] for f in found], marker="o", ms=3, **line)
+    ends = zip(*(f["interval"] for f in found), strict=True)
+    axes.fill_between(radii, *ends, color=colour, alpha=0.15, lw=0)
+    right = max(axes.get_xlim()[1] if len(axes.lines) > 1 else 0.0, 1.05 * max(radii))
+    if "certified_curve" in record:
+        proved = record["certified_curve"][ball]
+        proved = [*proved, [max(right, proved[-1][0]), 0.0]]  # beyond the largest radius
+        label = "" if "proved" in axes.get_legend_handles_labels()[1] else "proved"
+        axes.plot(*zip(*proved, strict=True), "--", color=colour, lw=1.2, label=label)
+    axes.set(ylabel="accuracy", ylim=(0, 1), xlim=(0, right or None))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _jacobians(axes: Any, record: dict[str, Any], colour: str, name: str) -> None:
+    norms = record.get("jacobian_norms", {}).get("all", [])
+    axes.hist(norms, bins=30, color=colour, alpha=0.5)
+    axes.set(xlabel="norm of the Jacobian", ylabel="images")
 
 
 def radii_axes(record: dict[str, Any]) -> Any:

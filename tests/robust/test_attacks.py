@@ -527,7 +527,7 @@ def test_no_attack_comes_below_the_certified_accuracy_or_it_is_a_contradiction(b
     assert any(proved > 0.1 for proved, _ in shares)
     assert found["contradictions"] == []
     assert "contradiction" not in str(found)
-    curve = found["certified_curve"]
+    curve = found["certified_curve"][ball]
     assert curve[0][0] == 0
     assert curve[-1][1] == 0
 
@@ -670,7 +670,7 @@ def test_the_command(trained, monkeypatch, capsys, tmp_path):
     )
     assert code == 0
     assert "pgd linf 0.1, 5×1" in table
-    assert "none, l2 0.1412" in table
+    assert "no attack, l2 0.1412" in table
     assert "contradiction" not in table
     assert json.loads(out.read_text())["arm"] == "at"
     assert plot.exists()

@@ -97,11 +97,10 @@ def evaluate(
 
     Returns:
         A dictionary that prints as a table: the ``plan``, the ``precision`` of the searches,
-        ``clean``, the ``accuracy`` and ``interval`` of
-        each attack (for PGD also by number of iterations, for Carlini & Wagner by that of steps),
-        ``certified`` and ``contradictions`` between attacks and certificates (an empty list is
-        good), ``jacobian_norms``, ``doubts`` (sentences; an empty list is good) and the
-        evidence for the doubts.
+        ``clean``, the ``accuracy`` and ``interval`` of each attack (for PGD also by number of
+        iterations, for Carlini & Wagner by that of steps), ``certified`` and ``contradictions``
+        between attacks and certificates (an empty list is good), ``jacobian_norms``, ``doubts``
+        (sentences; an empty list is good) and the evidence for the doubts.
 
     Raises:
         ValueError: If the inputs cannot be attacked: pixels outside [0, 1], labels out of range,
@@ -175,7 +174,10 @@ def _certified(
             )
     return {
         "certified": {f"{r:.4f}": accuracy(found.certified > r) for r in found.radii},
-        "certified_curve": [[r / widest[plan.ball], share] for r, share in found.curve()],
+        "certified_curve": {
+            ball: [[radius / wide, share] for radius, share in found.curve()]
+            for ball, wide in widest.items()
+        },
         "median_certified_radius": found.median_radius,
         "contradictions": contradictions,
     }

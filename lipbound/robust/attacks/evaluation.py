@@ -72,7 +72,7 @@ class Evaluation(Result, dict[str, Any]):
                 found.append(_row(f"{name} {ball} {radius:.4g}{budget}", one, proved))
         for radius, one in self.get("certified", {}).items():
             row = dict.fromkeys(found[0])
-            found.append(row | {"attack": f"none, l2 {radius}", "certified": one["accuracy"]})
+            found.append(row | {"attack": f"no attack, l2 {radius}", "certified": one["accuracy"]})
         return found
 
     def summary(self) -> list[str]:
@@ -80,8 +80,7 @@ class Evaluation(Result, dict[str, Any]):
         said = ["low and high: ends of the 95 % confidence interval of the accuracy"]
         if "certified" in self:
             said.append(
-                "certified: images proved to keep their right class in the same ball; the rows "
-                "'none' have no attack"
+                "certified: share of the images proved to keep their right class in the same ball"
             )
             said += [f"contradiction: {text}" for text in self["contradictions"]]
         median = self.get("cw", {}).get("median_norm")
