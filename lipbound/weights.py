@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from lipbound.files import read_json
+from lipbound.files import printable, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,15 +28,35 @@ EXPORTED = (
     "{!r} is an exported program, and reading it would evaluate expressions from the file. Save "
     "its weights: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')"
 )
-ONNX = (
-    "{!r} is an ONNX program. Write a function that returns it as an nn.Module, for example "
-    "with onnx2torch.convert(FILE), and audit that: lipbound audit FILE.py:FUNCTION"
+ONNX = "{!r} is an ONNX program, which has its architecture; leave out --model: lipbound audit FILE"
+NUMPY = (
+    "{!r} is a NumPy file, which does not say how its axes are ordered. Write its arrays, with "
+    "the axes (out, in, *spatial), with torch.save({{name: torch.from_numpy(array)}}, 'weights.pt')"
 )
-REFUSED = {".pt2": EXPORTED, ".onnx": ONNX}  # recognised, to say what to do instead
+PARTED = (
+    "{!r} is a part of a distributed checkpoint. Join its folder: python -m "
+    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt"
+)
+REFUSED = {".pt2": EXPORTED, ".onnx": ONNX, ".npz": NUMPY, ".npy": NUMPY, ".distcp": PARTED}
+"""Recognised, to say what to do instead."""
+SIGNS = {
+    "is a web page and not the weights; open it in a browser to see why, and download the file "
+    "again (on GitHub and Hugging Face with 'raw' or 'resolve' in its address)":
+        (b"<!doctype html", b"<html", b"<?xml"),
+    "is a Git LFS pointer to the weights; run: git lfs pull": (b"version https://git-lfs",),
+    "is compressed; unpack it first, for example with gunzip, unxz or 7z":
+        (b"\x1f\x8b", b"\xfd7zxz", b"bzh", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd", b"rar!"),
+    "is a pickle that PyTorch did not write; load it where it was made, and write "
+    "model.state_dict() with torch.save": (b"\x80\x03", b"\x80\x04", b"\x80\x05"),
+    "is an HDF5 file, of Keras for example; copy its weights into a PyTorch model, and save its "
+    "state_dict()": (b"\x89hdf",),
+}  # fmt: skip
+"""What a file is instead of weights → how it begins, in lower case."""
 ROOM, MOST = 1 << 28, 16  # tensors may take ROOM bytes, or MOST times the file's size
 PARTS = re.compile(r"-(\d{5})-of-(\d{5})\.\w+$")
 PARAMETRIZED = re.compile(
-    r"\.parametrizations\.|\.weight_orig$|\.weight_g$"  # torch's own old forms end like this
+    # PyTorch's own old forms end like this, and a public implementation of spectral_norm
+    r"(^|\.)(parametrizations\.|weight_orig$|weight_g$|weight_bar$)"
 )
 NESTED = (
     "state_dict", "model_state_dict", "model", "net", "network", "module", "weights", "params",
@@ -85,7 +106,7 @@ def read_weights(path: Path, say: Say = silent) -> dict[str, Tensor]:
     """
     check_file(path)
     if path.stat().st_size == 0:
-        raise ValueError(f"{str(path)!r} is empty")
+        raise ValueError(f"{str(path)!r} is empty; download or copy it again")
     if path.name.endswith(INDEX):
         return _joined(path, say)
     part = PARTS.search(path.name)
@@ -99,18 +120,19 @@ def read_weights(path: Path, say: Say = silent) -> dict[str, Tensor]:
 
 
 def _read(path: Path, say: Say) -> dict[str, Tensor]:
-    if path.suffix in SAFE:
-        content: Any = _safetensors(path)
-    elif path.suffix in PICKLED:
-        content = _pickled(path)
-    elif path.suffix in REFUSED:
+    if path.suffix in REFUSED:
         raise ValueError(REFUSED[path.suffix].format(str(path)))
-    else:
+    if path.suffix not in SAFE | PICKLED:
         known = ", ".join(sorted(SAFE | PICKLED))
-        raise ValueError(f"cannot read {str(path)!r}; supported formats are {known}")
+        raise ValueError(
+            f"cannot read {str(path)!r}; supported formats are {known}; save the weights as one "
+            f"of them"
+        )
+    _refuse_other_content(path)
+    content: Any = _safetensors(path) if _is_safetensors(path) else _pickled(path, say)
     tensors = _tensors(content, say)
     if not tensors:
-        raise ValueError(f"{str(path)!r} holds no tensors")
+        raise ValueError(f"{str(path)!r} holds no weights{_instead(content)}")
     # A few bytes can describe a tensor of any size whose entries share memory.
     claimed = sum(t.numel() * t.element_size() for t in tensors.values())
     if claimed > max(ROOM, MOST * path.stat().st_size):
@@ -119,6 +141,45 @@ def _read(path: Path, say: Say) -> dict[str, Tensor]:
             f"save them with .contiguous()"
         )
     return tensors
+
+
+def _refuse_other_content(path: Path) -> None:
+    """Raise if the file begins as something else than weights, whatever its name says.
+
+    Raises:
+        ValueError: With what the file is, and what to do.
+    """
+    with path.open("rb") as file:
+        start = file.read(300)
+    if start[257:262] == b"ustar":
+        raise ValueError(f"{str(path)!r} is an archive; unpack it, and name the file with weights")
+    low = start.lstrip().lower()
+    for what, signs in SIGNS.items():
+        if low.startswith(signs):
+            raise ValueError(f"{str(path)!r} {what}")
+    if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start):
+        shown = shorten(printable(start.decode("ascii").strip()), 60, placeholder=" ...")
+        raise ValueError(f"{str(path)!r} is a text file ({shown}); name the file with the weights")
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Tell by the content, because files of both kinds are called ``.bin``."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    if path.suffix in SAFE:
+        return not start.startswith((b"PK\x03\x04", b"\x80\x02"))  # how torch.save begins
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size
+
+
+def _instead(content: Any) -> str:
+    """Describe what a file without weights holds."""
+    if isinstance(content, Foreign):
+        return ", but a pickled object; save model.state_dict()"
+    if not isinstance(content, Mapping):
+        return f", but a {type(content).__name__}; save model.state_dict()"
+    keys = ", ".join(repr(str(key)) for key in list(content)[:3])
+    more = " ..." if len(content) > 3 else ""
+    return f"; it has {f'only {keys}{more}' if keys else 'no entries'}. Save model.state_dict()"
 
 
 def _joined(path: Path, say: Say) -> dict[str, Tensor]:
@@ -145,28 +206,73 @@ def parametrized(weights: Mapping[str, Tensor]) -> str:
     return next((name for name in weights if PARAMETRIZED.search(name)), "")
 
 
-def _pickled(path: Path) -> Any:
+class Foreign:
+    """Stands for an object of a class that is not read: it takes anything and does nothing."""
+
+    def __new__(cls, *values: Any, **named: Any) -> Any:
+        """Make one from any arguments."""
+        return super().__new__(cls)
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        """Forget the arguments."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the state."""
+
+
+class ForeignMapping:
+    """Stands for an object of a class of mappings, whose items the reader sets."""
+
+    def __new__(cls, *values: Any) -> Any:
+        """Make an ``OrderedDict``, marked by an entry; the reader sets items of no other type."""
+        return OrderedDict({None: Foreign()})
+
+
+def _pickled(path: Path, say: Say) -> Any:
     """Load a PyTorch file without running code from it.
 
+    Objects beside the weights, such as an ``argparse.Namespace``, become :class:`Foreign`.
+
     Raises:
-        ValueError: If it holds objects other than weights, or is damaged.
+        ValueError: If it holds objects in place of weights, or is damaged.
     """
     import torch
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+    others: list[str] = []
     try:
         _refuse_program(path)
-        with warnings.catch_warnings(action="ignore"):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        if zipfile.is_zipfile(path):
+            others = sorted(get_unsafe_globals_in_checkpoint(path))
+        standing: list[Any] = [
+            (ForeignMapping if name.lower().endswith("dict") else Foreign, name) for name in others
+        ]
+        with warnings.catch_warnings(action="ignore"), safe_globals(standing), path.open("rb") as f:
+            content = torch.load(f, map_location="cpu", weights_only=True)
     except _Refused as refused:
         raise ValueError(str(refused)) from None
     except Exception as error:  # a damaged file may raise any exception
         named = re.search(r"GLOBAL \S+", str(error))  # the object it refers to
+        if named:
+            raise ValueError(_objects(path, named[0])) from None
         first = shorten(str(error).strip().partition("\n")[0], 120, placeholder=" ...")
-        said = named[0] if named else f"{type(error).__name__} {first}".strip()
         raise ValueError(
-            f"{str(path)!r} holds objects other than weights, or is damaged ({said}); none of "
-            f"its code was run. Save model.state_dict(), preferably as safetensors"
+            f"{str(path)!r} is damaged, or no file of weights ({type(error).__name__} {first}); "
+            f"none of its code was run. Download or copy it again, or save model.state_dict()"
         ) from None
+    if others and not _tensors(content, silent):
+        raise ValueError(_objects(path, f"GLOBAL {others[0]}"))
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        say(f"ignored objects beside the weights ({others[0]}{more}); none of their code was run")
+    return content
+
+
+def _objects(path: Path, said: str) -> str:
+    return (
+        f"{str(path)!r} holds objects other than weights ({said}); none of its code was run. Save "
+        f"model.state_dict(), preferably as safetensors"
+    )
 
 
 class _Refused(ValueError):
@@ -188,6 +294,8 @@ def _refuse_program(path: Path) -> None:
     exported = ("/archive_format", "/serialized_exported_program.json")
     if any(name.endswith(exported) for name in names):
         raise _Refused(EXPORTED.format(str(path)))
+    if not any(name.endswith("/data.pkl") for name in names):
+        raise _Refused(f"{str(path)!r} is an archive; unpack it, and name the file with weights")
     size = sum(member.file_size for member in members)
     if size > path.stat().st_size:
         raise _Refused(
@@ -204,7 +312,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:
-        raise ValueError(f"{str(path)!r} is not a complete safetensors file: {error}") from None
+        raise ValueError(
+            f"{str(path)!r} is not a complete safetensors file ({error}); download or copy it again"
+        ) from None
 
 
 def _tensors(content: Any, say: Say) -> dict[str, Tensor]:
@@ -213,16 +323,29 @@ def _tensors(content: Any, say: Say) -> dict[str, Tensor]:
 
     if isinstance(content, Tensor):
         return {"weight": content}
-    if not isinstance(content, Mapping):
+    if not isinstance(content, Mapping) or None in content:
         return {}
     inner = {
         str(key): value for key, value in content.items()
-        if isinstance(value, Mapping) and _tensors(value, silent)
+        if isinstance(value, Mapping) and isinstance(key, str)  # an optimizer's keys are numbers
+        and (key in NESTED or any(isinstance(t, Tensor) for t in value.values()))
+        and _tensors(value, silent)
     }  # fmt: skip
+    own = {str(name): t for name, t in content.items() if isinstance(t, Tensor)}
     known = [key for key in NESTED if key in inner]
-    if known:
-        others = [key for key in inner if key != known[0]]
-        if others and known[0] not in ("state_dict", "model_state_dict"):
-            say(f"took the weights under {known[0]!r}, not under {', '.join(map(repr, others))}")
-        return _tensors(inner[known[0]], say)
-    return {str(name): t for name, t in content.items() if isinstance(t, Tensor)}
+    if known or (len(inner) == 1 and not own):
+        taken = known[0] if known else next(iter(inner))
+        others = [key for key in inner if key != taken]
+        if others or not known:
+            rest = f", not under {', '.join(map(repr, others))}" if others else ""
+            say(f"took the weights under {taken!r}{rest}")
+        return _tensors(inner[taken], say)
+    if own or not inner:
+        # An object in place of a tensor could be a weight that would silently be missing.
+        return {} if any(isinstance(value, Foreign) for value in content.values()) else own
+    say(f"joined the weights under {', '.join(map(repr, inner))}")
+    return {
+        f"{key}.{name}": tensor
+        for key, value in inner.items()
+        for name, tensor in _tensors(value, say).items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import json
@@ -28,7 +29,7 @@ from lipbound.robust.training import checkpoints
 from lipbound.robust.training.loop import train
 from lipbound.robust.training.run_folder import RunFolder
 from lipbound.robust.training.trained import load_trained
-from lipbound.weights import read_weights
+from lipbound.weights import Foreign, read_weights
 
 SOURCES = sorted(Path(lipbound.__file__).parent.rglob("*.py"))
 FORBIDDEN = {
@@ -141,7 +142,7 @@ def test_a_damaged_archive_is_refused_by_one_line(monkeypatch, capsys, tmp_path)
     assert zipfile.is_zipfile(path)
     code, _, err = run(monkeypatch, capsys, "audit", str(path))
     assert (code, err.count("\n")) == (2, 1)
-    assert "holds objects other than weights, or is damaged (BadZipFile" in err
+    assert "is damaged, or no file of weights (BadZipFile" in err
 
 
 def test_weights_that_grow(monkeypatch, capsys, tmp_path):
@@ -156,6 +157,24 @@ def test_weights_that_grow(monkeypatch, capsys, tmp_path):
     good = {"a": torch.randn(4, 3, 3, 3), "tied": torch.ones(1, 1, 1).expand(4, 4, 3)}
     torch.save(good, path)
     assert read_weights(path).keys() == good.keys()
+
+
+def test_objects_beside_the_weights_are_placeholders(tmp_path, capsys):
+    path, said = tmp_path / "w.pt", []
+    good = {"0.weight": torch.randn(2, 2, 3, 3), "1.weight": torch.randn(2, 2, 3, 3)}
+    for beside in (Evil(), [Evil()], {"a": Evil()}, argparse.Namespace(inner=Evil())):
+        torch.save({"model": good, "other": beside}, path)
+        found = read_weights(path, said.append)
+        assert found.keys() == good.keys()
+        assert all(torch.equal(found[name], good[name]) for name in good)
+        assert "none of their code was run" in said.pop()
+    for content in (Evil(), good | {"1.weight": Evil()}, {"model": good | {"1.weight": Evil()}}):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=r"objects other than weights .*builtins\.print"):
+            read_weights(path)
+    standing = torch.serialization.get_safe_globals()
+    assert not any(Foreign in one for one in standing if isinstance(one, tuple))
+    assert "executed" not in capsys.readouterr().out
 
 
 def test_archives_are_read_by_whole_names_and_never_unpacked(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 
 HUNTS = {
     "campaign": "check bounds on random layers and networks, and on their rounding",
+    "checkpoints": "audit checkpoints of every kind beside the network in memory",
     "damaged": "read damaged files of every kind with the command line",
     "exact": "compare random networks with their values in real arithmetic",
     "flips": "search float32 predictions that change inside a radius of float32 logits",

@@ -18,7 +18,6 @@ import pickle
 import random
 import shutil
 import struct
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from verify.command import run
 
 SLOW = 10.0  # seconds
 
@@ -207,35 +208,20 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
 
 def outcome(kind: Kind, folder: Path) -> tuple[str, str]:
     """Return ``read``, ``refused`` or ``traceback``, and the message."""
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(io.StringIO()):
             words = kind.read(folder)
-            if words is None:
-                return "read", ""
-            return _command(words, said)
+        if words is None:
+            return "read", ""
+        code, _, said = run(words)
     except (ValueError, OSError) as error:
         return ("refused" if "\n" not in str(error) else "two lines"), str(error)
     except Exception as error:
         return "traceback", repr(error)
-
-
-def _command(words: list[str], said: io.StringIO) -> tuple[str, str]:
-    from lipbound.cli import main as cli
-
-    before, sys.argv = sys.argv, ["lipbound", *words]
-    try:
-        cli._main()
-        code: Any = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    finally:
-        sys.argv = before
-    text = said.getvalue()
     if code == 0:
         return "read", ""
-    lines = [line for line in text.splitlines() if line.startswith("lipbound: ")]
-    return ("refused" if code == 2 and len(lines) == 1 else f"exit code {code}"), text
+    lines = [line for line in said.splitlines() if line.startswith("lipbound: ")]
+    return ("refused" if code == 2 and len(lines) == 1 else f"exit code {code}"), said
 
 
 def mutate(name: str, count: int, seed: int) -> dict[str, Any]:

@@ -33,8 +33,9 @@ def audit(
     source: Annotated[
         str,
         typer.Argument(
-            help="What to audit: 'demo', a weights file (.safetensors, .pt, ...), or a model: "
-            "resnet20, torchvision:NAME, timm:NAME, package.module:FACTORY, file.py:FACTORY."
+            help="What to audit: 'demo', a weights file (.safetensors, .pt, ...), an .onnx file, "
+            "or a model: resnet20, torchvision:NAME, timm:NAME, package.module:FACTORY, "
+            "file.py:FACTORY."
         ),
     ],
     against: Annotated[

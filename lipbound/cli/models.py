@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipbound.cli.onnx_programs import onnx_network
 from lipbound.modules import check_takes
 from lipbound.robust.data import DATA, data_set
 from lipbound.robust.models import MODELS, digits
@@ -53,6 +54,10 @@ def network_or_weights(
     if model is not None:
         network = fill(named_model(model, "--model"), read_weights(path, say), say)
         return network, _usual(model, network), f"{model}, {path.name}"
+    if path.suffix == ".onnx":
+        network, shape = onnx_network(path)
+        say(f"onnx2torch converted {path.name}; the audit is of the network that it made")
+        return network, shape, path.name
     known = trained(path)
     if known is not None:
         return known
@@ -85,12 +90,13 @@ def evaluated(
         say: Called with what was changed in the weights' names.
     """
     path = Path(source)
-    if model is None and path.is_file() and path.suffix not in SAFE:
+    program = model is None and path.suffix == ".onnx"
+    if model is None and path.is_file() and path.suffix not in SAFE and not program:
         raise ValueError(
             f"{source!r} was not written by lipbound train; give its architecture with --model, "
             f"for example --model path/to/file.py:FACTORY"
         )
-    if model is None and (path.exists() or ":" not in source):
+    if model is None and not program and (path.exists() or ":" not in source):
         found = networks(path)
         assert found[0].settings is not None
         name = data or found[0].settings.data
@@ -265,9 +271,10 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], say: Say = silent) -> 
             mine, given = (tuple(t.shape) for t in (tensor, fitting[name]))
             raise ValueError(
                 f"the weights do not fit {kind}: {name!r} has the shape {mine} in the model and "
-                f"{given} in the file"
+                f"{given} in the file; give the architecture of this file with --model"
             )
-    lost = [name for name in wanted if name not in fitting]
+    alike = _tied(wanted, fitting)
+    lost = [name for name in wanted if name not in fitting and name not in alike]
     more = [name for name in fitting if name not in model.state_dict()]
     more = [name for name in more if not name.endswith(COUNTERS)]
     if lost or more:
@@ -276,16 +283,61 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], say: Say = silent) -> 
             raise ValueError(
                 f"the weights do not fit {kind}: the file holds {computed!r}, so its model has "
                 f"parametrizations; apply the same ones in the factory, for example "
-                f"lipbound.constrain(model)"
+                f"{_applied(computed)}"
             )
         needs = f"the model needs {_some(lost)}" if lost else "the model has all it needs"
         raise ValueError(
             f"the weights do not fit {kind}: {needs}; "
             + (f"the file has {_some(more)} instead" if more else "the file has nothing else")
+            + "; give the architecture of this file with --model"
         )
     own = model.state_dict()
+    _check_types({name: (own[name], t) for name, t in fitting.items() if name in own}, say)
     model.load_state_dict({n: t for n, t in fitting.items() if n in own}, strict=False)
     return model
+
+
+def _tied(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> set[str]:
+    """Names of the model's tensors that are another one, which the file holds.
+
+    Safetensors files hold a tensor that two layers share only once.
+    """
+    places = {wanted[name].data_ptr() for name in wanted if name in given}
+    return {name for name, t in wanted.items() if t.numel() and t.data_ptr() in places}
+
+
+def _check_types(pairs: Mapping[str, tuple[Tensor, Tensor]], say: Say) -> None:
+    """Refuse numbers that would change their meaning when they are copied into the model.
+
+    Raises:
+        ValueError: If there are any; the message names the first.
+    """
+    rounded = []
+    for name, (mine, given) in pairs.items():
+        if mine.is_floating_point() and not given.is_floating_point():
+            kind = str(given.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{name!r} has numbers of the type {kind} in the file, which need a scale or a "
+                f"rule to become weights; save the weights of the floating-point model"
+            )
+        exact, copied = given.double(), given.to(mine.dtype).double()
+        if mine.is_floating_point() and not torch.allclose(exact, copied, 0, 0, equal_nan=True):
+            rounded.append(name)
+    if rounded:
+        type_, from_ = (str(t.dtype).removeprefix("torch.") for t in pairs[rounded[0]])
+        say(f"rounded {_some(rounded)} from {from_} to {type_}, the type of the model's weights")
+
+
+def _applied(name: str) -> str:
+    """Return an example of the call that gives a model this parametrized tensor."""
+    ends = {
+        "weight_g": "torch.nn.utils.weight_norm(layer)",
+        "weight_bar": "the spectral norm of its program",
+        "weight_orig": "torch.nn.utils.spectral_norm(layer), or prune",
+        ".original0": "torch.nn.utils.parametrizations.weight_norm(layer)",
+    }
+    return next((call for end, call in ends.items() if name.endswith(end)),
+                "lipbound.constrain(model)")  # fmt: skip
 
 
 def _some(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -26,6 +27,8 @@ from lipbound.runtime import Progress, first_line, silent, time_is_up, within
 
 EFFORTS = ("low", "normal", "high")
 ALONE = "layers only: "  # begins the reason if there is no graph to bound
+FLAX = re.compile(r"(^|[./])kernel(:0)?$")  # Flax and Keras order the axes (*spatial, in, out)
+NO_KERNEL = re.compile(r"(^|[./_])(\w*embed\w*|\w*tokens?|\w*table|exp_avg\w*|momentum_buffer)$")
 
 
 def audit(
@@ -277,10 +280,15 @@ def audit_weights(
     Raises:
         ValueError: If there is no kernel, or if a kernel is not finite; the message names it.
     """
-    like = {k: t for k, t in weights.items() if t.is_nested or 3 <= t.ndim <= 5}
+    several = {k: t for k, t in weights.items() if t.is_nested or 3 <= t.ndim <= 5}
+    like = {k: t for k, t in several.items() if not FLAX.search(k) and not NO_KERNEL.search(k)}
     numbers = {k: t for k, t in like.items() if t.is_floating_point()}
     kernels = {name: named(name, tensor, **geometry) for name, tensor in numbers.items()}
     left_out = {
+        "axes as in Flax and Keras; permute them to (out, in, *spatial), call it weight": [
+            k for k in several if FLAX.search(k)
+        ],
+        "not kernels by their names": [k for k in several if NO_KERNEL.search(k)],
         "not real floating-point numbers": [
             f"{k} ({t.dtype})" for k, t in like.items() if k not in kernels
         ],

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lipbound.network.rules import RULES, elementwise
-from verify import damaged, neighbours
+from lipbound.weights import read_weights
+from verify import checkpoints, damaged, neighbours
 from verify.__main__ import HUNTS, main
 
 REDUCTIONS = {  # of SLOPES: these mix entries
@@ -63,6 +64,36 @@ def test_a_traceback_would_be_seen(monkeypatch, tmp_path):
     content = bytes(range(256))
     draw = random.Random(0)
     assert sum(damaged.mutated(content, draw) != content for _ in range(50)) > 45
+
+
+FEW = (
+    "a.pt, state_dict, module.", "a.safetensors, bare, model.", "a.pth, before PyTorch 1.6, "
+    "state_dict, net.", "code beside the weights", "code in place of one weight",
+    "tied weights, saved once", "only an optimizer", "8-bit integers", "no --model, .pt",
+    "the first half of a .pt", "a web page",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
+     for name in (*FEW[:3], *checkpoints.special())],
+)  # fmt: skip
+def test_checkpoints_are_right_or_refused(name):
+    found = checkpoints.audited(name)
+    assert found["as_expected"], found
+
+
+def test_a_wrong_checkpoint_would_be_seen(monkeypatch):
+    def rounded(*given):
+        return {name: tensor.float().half() for name, tensor in read_weights(*given).items()}
+
+    monkeypatch.setattr("lipbound.cli.models.read_weights", rounded)
+    assert checkpoints.audited(FEW[0])["outcome"] == "other numbers than in memory"
+    monkeypatch.undo()
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **b: load(*a, **b | {"weights_only": False}))
+    assert checkpoints.audited("code beside the weights")["outcome"] == "code was executed"
 
 
 def test_hunts_are_named(monkeypatch, capsys):

@@ -97,6 +97,33 @@ The command is `python -m verify damaged --count 500`. It takes valid files of e
 """
 
 
+def checkpoints() -> str:
+    found = record("checkpoints")
+    combined, kinds = found["combinations"], found["kinds"]
+    rows = [
+        [
+            name,
+            one["outcome"],
+            one["said"].replace("lipbound: ", "").replace("\n", "; ").replace("|", "/"),
+        ]
+        for name, one in kinds.items()
+    ]
+    names = ", ".join(f"`{name}`" for name in combined["files"])
+    prefixes = ", ".join(f"`{prefix}`" for prefix in combined["prefixes"] if prefix)
+    return f"""## Checkpoints of every kind
+
+**{found["count"]} kinds of checkpoints were audited: {len(found["wrong"])} silently wrong, {found["outcomes"]["right"]} right, {found["outcomes"]["refused"]} refused with what to do.**
+
+The command is `python -m verify checkpoints`. *Right* means that all numbers of the audit are those of the audit of the same network in memory. A refusal is one line and exit code 2. Code inside a file must not run.
+
+{combined["right"]} of {combined["count"]} combinations of a file name, what programs save around the weights, and a prefix of the names are right. The files are `.safetensors`, {names}, in the format of today and in the one before PyTorch 1.6. The weights are saved as {", ".join(combined["wrappers"])}. The prefixes are {prefixes}. The table shows the other {len(kinds)} kinds.
+
+{table(["checkpoint", "outcome", "what lipbound says"], rows)}
+
+({found["device"]}, torch {found["torch"]}.)
+"""
+
+
 KILLED = {
     "train": "`lipbound train`, resumed each time: the final weights and checkpoint equal those of a run without kills, bit for bit",
     "checkpoint": "a process that saves checkpoints without a pause: the newest is complete",
@@ -136,6 +163,7 @@ PROMISES = {
     "Nothing in the package evaluates text, loads pickles, unpacks archives or calls a shell": "test_no_call_that_executes_or_unpacks",
     "Nothing in the package opens a connection": "test_no_part_of_the_package_reaches_for_the_network",
     "What a network's file says about itself is checked even if its checksum is right": "test_what_a_checkpoint_says_of_itself_is_checked",
+    "Objects of other classes beside the weights become placeholders, and a file with one in place of a weight is refused": "test_objects_beside_the_weights_are_placeholders",
     "Archives are read by exact names; links and outside paths are ignored": "test_archives_are_read_by_whole_names_and_never_unpacked",
     "Weights that unpack to more than the file, or claim more, are refused": "test_weights_that_grow",
     "Pictures are refused by the size they announce": "test_pictures_that_grow",
@@ -155,7 +183,7 @@ def security() -> str:
 
 **Files are data. The only code that runs is what you name with `--model package.module:factory`.**
 
-lipbound reads `.safetensors`, `.pt` with `weights_only`, JSON, idx, and CIFAR's pickles with an unpickler that knows only arrays of bytes.
+lipbound reads `.safetensors`, `.pt` with `weights_only`, ONNX programs whose names it replaces (onnx2torch would write them into Python code), JSON, idx, and CIFAR's pickles with an unpickler that knows only arrays of bytes.
 
 {table(["promise", "test"], rows)}
 
@@ -187,5 +215,5 @@ The command is `make outside`. It runs the examples from another folder.
 """
 
 
-CHAPTERS = (hostility, neighbours, damaged, faults, security, outside)
+CHAPTERS = (hostility, neighbours, damaged, checkpoints, faults, security, outside)
 """In the order of the page."""
