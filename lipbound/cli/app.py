@@ -44,8 +44,8 @@ def run(arguments: Sequence[str]) -> int:
             if path == "lipbound" and arguments and arguments[0] in known:
                 path = f"lipbound {arguments[0]}"
             raise ValueError(f"{said}; try '{path} --help'") from None
-        if type(error).__name__ == "Abort":  # the cause may say how to continue
-            raise KeyboardInterrupt(*getattr(error.__cause__, "args", ())) from None
+        if type(error).__name__ == "Abort":
+            raise KeyboardInterrupt from None
         raise
 
 

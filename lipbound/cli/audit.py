@@ -71,7 +71,11 @@ def audit(
     ] = 1e-3,
     effort: EFFORT = "normal",
     method: Annotated[
-        str, typer.Option(help="Bound to use for each convolution: spectral, lipbound, gram, ...")
+        str,
+        typer.Option(
+            help="Bound to use for each convolution: spectral, lipbound, gram, "
+            "frobenius or fantastic_four."
+        ),
     ] = "spectral",
     device: Annotated[
         str | None, typer.Option(help="Device to compute on, for example cuda.")
@@ -91,8 +95,9 @@ def audit(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Time limit. Layers that are not finished by then get a looser upper bound, "
-            "which is certified too."
+            help="Time limit. What is not finished by then gets a looser bound, which is "
+            "certified too, and no picture. Reading the network and one more step come on top: "
+            "seconds, for large networks up to a minute."
         ),
     ] = None,
     domain: Annotated[
@@ -132,16 +137,21 @@ def audit(
         "domain": domain,
         "effort": None if effort == "normal" else effort,
     }
-    how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": minutes, "progress": bar}
+    each = minutes if minutes is None or against is None else minutes / 2
+    how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": each, "progress": bar}
 
     def audited(source: str, model: str | None) -> tuple[str, Audit, float]:
         return _audited(source, model, device, geometry, given, how, effort, limits)
 
-    name, found, worst = audited(source, model)
+    from lipbound.runtime import within
+
     if against is None:
-        _show(found, name, json_, html)
+        with within(minutes):
+            name, found, worst = audited(source, model)
+            _show(found, name, json_, html)
         _judge(worst, fail_above, found)
         return
+    name, found, worst = audited(source, model)
     if against_model is None and Path(against).is_file():
         against_model = model
     other_name, other, other_worst = audited(against, against_model)

@@ -38,7 +38,6 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _main() -> None:
-    said = ""
     version = sys.argv[1:] == ["--version"]  # works without the cli extra
     try:
         if not version:
@@ -55,8 +54,8 @@ def _main() -> None:
         from lipbound.cli.app import run
 
         code = run(sys.argv[1:])
-    except KeyboardInterrupt as error:
-        code, said = 130, str(error)
+    except KeyboardInterrupt:
+        code = 130
     except BrokenPipeError:  # piped into `head`
         sys.stderr.close()
         code = 0
@@ -71,7 +70,7 @@ def _main() -> None:
         first = str(error).strip().splitlines()[0]
         _stop(f"{first} Use a smaller batch (--set batch=N, --batch N) or --device cpu", 2)
     if code == 130:
-        _stop(said or "interrupted", code)
+        _stop("interrupted", code)
     raise SystemExit(code)
 
 

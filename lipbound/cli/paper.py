@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +19,22 @@ from lipbound.cli.arguments import (
     check_outputs,
     check_plot,
     check_report,
+    say,
 )
 from lipbound.report.progress import bar
+
+
+@contextlib.contextmanager
+def resumable(resumes: bool) -> Iterator[None]:
+    """Let Ctrl-C say how to continue, if the work can be continued."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not resumes:
+            raise
+        bar.close()
+        say("interrupted; repeat the command to continue")
+        raise SystemExit(130) from None  # typer turns other exceptions into its own
 
 
 def reproduce(
@@ -30,13 +48,13 @@ def reproduce(
         ),
     ] = None,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Run a small version in seconds, to check that it works.")
+        bool, typer.Option("--tiny", help="Run a small version, to check that it works.")
     ] = False,
     folder: FOLDER = None,
     tier: Annotated[
         str,
         typer.Option(
-            help="Group of trainings of table2: A, O, B, B100, C, or the pilot A0. "
+            help="Group of trainings of table2: A, O, P, B, B100, C, or the pilot A0. "
             "Default: all except the pilot."
         ),
     ] = "",
@@ -46,7 +64,10 @@ def reproduce(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Pause the trainings after this time. Repeat the command to continue."),
+        typer.Option(
+            help="Pause trainings and attacks after this time, at the next step. Repeat the "
+            "command to continue."
+        ),
     ] = None,
     device: DEVICE = None,
     out: Annotated[Path, typer.Option(help="Folder for records and figures.")] = Path("reproduced"),
@@ -70,8 +91,11 @@ def reproduce(
     _check(name, names, {option: value for option, value in given.items() if value}, tiny)
     check_report(out)
     check_outputs(*(out / f"{each}.json" for each in names))
+    end = None if minutes is None else time.monotonic() + 60 * minutes
     for each in bar(names, "tables and figures"):
-        record = steps.run(each, request)
+        left = None if end is None else max(0.0, end - time.monotonic()) / 60
+        with resumable(bool({each} & {*steps.TRAININGS})):
+            record = steps.run(each, replace(request, minutes=left))
         steps.save(record, out)
         steps.write_figure(record, out)
         echo(steps.report(record))
@@ -102,7 +126,11 @@ def bench(
         typer.Option(help="Network, for example resnet18 (repeatable; default: all 17)."),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Method to time (repeatable; default: all).")
+        list[str] | None,
+        typer.Option(
+            help="Method to time (repeatable; default: all): lipbound, direct, power, gram, "
+            "lipbound_gradient, lipbound_autograd, direct_gradient, sgd."
+        ),
     ] = None,
     device: DEVICE = None,
     out: Annotated[
@@ -127,7 +155,7 @@ def bench(
     done = {r["network"] for r in records}
     left = [name for name in names if name not in done]
     measured = speed(left, device, methods)
-    with speed_table(methods) as show:
+    with resumable(out is not None), speed_table(methods) as show:
         for record in records:
             show(record)
         for _, record in zip(bar(left, "networks"), measured, strict=True):

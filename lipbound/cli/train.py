@@ -42,7 +42,11 @@ def train(
     folder: FOLDER = None,
     epochs: Annotated[int | None, typer.Option(help="Number of epochs.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Minutes of training, instead of a number of epochs.")
+        float | None,
+        typer.Option(
+            help="Minutes of training steps, instead of a number of epochs. Checks and the final "
+            "test come on top."
+        ),
     ] = None,
     penalty: Annotated[
         str | None,
@@ -71,7 +75,11 @@ def train(
         bool, typer.Option("--resume", help="Continue from the last checkpoint, if there is one.")
     ] = False,
     time_limit: Annotated[
-        float | None, typer.Option(help="Save a checkpoint and stop after this many seconds.")
+        float | None,
+        typer.Option(
+            help="Save a checkpoint and stop after this many seconds, at the next step. Continue "
+            "with --resume."
+        ),
     ] = None,
     save_every: Annotated[
         int, typer.Option(help="Also save a checkpoint every N steps (0: only after every epoch).")

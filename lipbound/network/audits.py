@@ -96,7 +96,8 @@ def audit(
         inputs = _inputs(model, input_shape, inputs, max(1, search), seed, domain)
         layers = layer_reports(model, options, progress)
         shape = None if inputs is None else tuple(inputs.shape[1:])
-        note = joined(_cut_short(layers, minutes), _left_out(model))
+        early = _cut_short(layers, minutes)
+        note = joined(early, _left_out(model))
         found = Audit(layers, math.inf, 0.0, "", (), product(layers), shape, note=note)
         if inputs is None:
             reason = "no input shape was given, so only the layers are bounded"
@@ -104,6 +105,9 @@ def audit(
         check_takes(model, inputs[:1])  # after the layers, whose errors are clearer
         found = replace(found, weights=fingerprint(model))
         found = _with_upper(model, inputs, options, found, progress, domain)
+        if time_is_up() and not early:
+            said = "the time limit passed before the audit was complete; without it, bounds may be "
+            found = replace(found, note=joined(found.note, f"{said}smaller"))
         if not search or time_is_up() or found.reason.startswith(ALONE):
             return found
         return _with_lower(model, inputs[:search], found)
@@ -322,8 +326,9 @@ def _cut_short(layers: Sequence[LayerReport], minutes: float | None) -> str:
     """Say how many layers were not finished, if the time is up."""
     if not time_is_up():
         return ""
+    passed = "at the time limit" if minutes is None else f"after {minutes:g} minutes"
     count = sum(r.bracket.lower == 0 < r.bracket.upper for r in layers)
     return (
-        f"the search stopped after {minutes:g} minutes: {count} of {len(layers)} layers have an "
+        f"the search stopped {passed}: {count} of {len(layers)} layers have an "
         f"upper bound from a cheaper method, which is certified too, and no lower bound"
     )

@@ -23,13 +23,13 @@ class Request:
     """Options for computing an experiment.
 
     Attributes:
-        tiny: Whether to run a version that takes seconds and only shows that the program works.
+        tiny: Whether to run a small version, which only shows that the program works.
         weights: Weights files of trained networks, for experiments on kernels.
         out: Folder for records, figures and training runs.
         folder: Folder of the image data.
         tier: Tier of the table to train; all tiers by default.
         only: Arms to train; all arms by default.
-        minutes: Minutes after which training stops.
+        minutes: Minutes after which trainings and attacks stop.
         device: ``cpu`` or ``cuda``; by default the GPU if there is one.
         say: Called with a message when something begins.
         watch: Called with the name of a training, to show its progress.

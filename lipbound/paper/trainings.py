@@ -30,9 +30,10 @@ from lipbound.robust.training.run import Watcher
 from lipbound.robust.training.run_folder import lock
 from lipbound.robust.training.settings import Settings, as_dict, filled, settings
 from lipbound.robust.training.trained import Trained
-from lipbound.runtime import Progress, pick_device
+from lipbound.runtime import OutOfTime, Progress, check_time, pick_device, within
 
 Say = Callable[[str], None]
+STOPPED = "stopped (time limit); run the same command again to continue"
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,15 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
             continue
         # All cells share the steps, checks and attacks that were compiled for the first one.
         with claim, torch._dynamo.config.patch(recompile_limit=64):
-            record = cell(
-                tier, chosen, data, where, device=device, left=left, say=request.say,
-                shown=partial(request.watch, label), progress=request.progress,
-                attacked=attacked,
-            )  # fmt: skip
-            if record is None:
+            try:
+                with within(None if left is None else left / 60):
+                    record = cell(
+                        tier, chosen, data, where, device=device, left=left, say=request.say,
+                        shown=partial(request.watch, label), progress=request.progress,
+                        attacked=attacked,
+                    )  # fmt: skip
+            except OutOfTime:
+                request.say(STOPPED)
                 break
             append(path, {"tier": name, "label": label, "seed": seed, **record})
     return [r for r in latest(read(path)).values() if r["tier"] == name]
@@ -171,13 +175,14 @@ def cell(
     tier: Tier, chosen: Settings, data: Data, where: Path, *, device: str, left: float | None,
     say: Say, shown: Callable[[], AbstractContextManager[Watcher | None]],
     progress: Progress, attacked: bool,
-) -> dict[str, Any] | None:  # fmt: skip
-    """Train one network and attack it; return ``None`` if the time was too short.
+) -> dict[str, Any]:  # fmt: skip
+    """Train one network and attack it.
 
     If ``attacked`` is false, only the audit and the norms of the Jacobians are computed.
 
     Raises:
         KeyboardInterrupt: If the process was asked to stop, after a checkpoint was written.
+        OutOfTime: If the time is up. Finished attacks and a checkpoint of the training are kept.
     """
     say = stages = Stages(say)
     start = time.perf_counter()
@@ -186,10 +191,9 @@ def cell(
             chosen, data, where, resume=True, device=device, time_limit=left, watcher=watcher
         )
     if summary["stopped"]:
-        say(f"stopped ({summary['stopped']}); run the same command again to continue")
         if summary["stopped"] != "time limit":
             raise KeyboardInterrupt
-        return None
+        raise OutOfTime
     images = data.test_images(tier.images)
     few = (images[0][: tier.autoattack], images[1][: tier.autoattack])
     plan = tier.plan if attacked else replace(tier.plan, attacks=())
@@ -266,5 +270,6 @@ def _looked_at(
         progress=progress,
         **options,
     )
+    check_time()  # a record must not hold an audit that the time limit cut short
     append(path, {"asked": asked, "found": found})
     return found

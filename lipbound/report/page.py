@@ -13,7 +13,7 @@ from lipbound.network.findings import Audit, LayerReport, audit_json, geometry, 
 from lipbound.network.portraits import portrait
 from lipbound.report.figures import portrait_png
 from lipbound.report.html import render, table
-from lipbound.runtime import Progress, silent
+from lipbound.runtime import Progress, silent, time_is_up
 
 DRAWN = 64  # only the layers with the largest gains get a picture, to keep the page below 2 MB
 LISTED = 1000  # only the layers with the largest gains are listed
@@ -25,11 +25,15 @@ def page(audit: Audit, title: str, progress: Progress = silent) -> str:
     Args:
         audit: The audit to show.
         title: Name of what was audited, the heading of the page.
-        progress: Shows how many pictures are drawn, see :class:`lipbound.runtime.Progress`.
+        progress: Shows how many pictures are drawn, see :class:`lipbound.runtime.Progress`. After
+            the end of a time limit none are drawn.
     """
     ranked = contributions(audit)
     convolutions = [row for row, _ in ranked if row.lipbound is not None][:DRAWN]
-    pictures = {row.name: _picture(row) for row in progress(convolutions, "pictures")}
+    pictures = {
+        row.name: None if time_is_up() else _picture(row)
+        for row in progress(convolutions, "pictures")
+    }
     return render(
         "audit",
         title,

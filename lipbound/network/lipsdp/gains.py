@@ -16,7 +16,7 @@ from lipbound.network.lipsdp.pairs import pair_constants
 from lipbound.network.lipsdp.reading import Run
 from lipbound.network.lipsdp.stages import Stage
 from lipbound.network.rules.values import up
-from lipbound.runtime import OutOfTime, Progress, first_line, silent
+from lipbound.runtime import OutOfTime, Progress, check_time, first_line, silent
 
 SLACKS = (0.0005, 0.0015, 0.005, 0.02, 0.1, 0.3)
 """Room to leave in every elimination; tried in this order, because room costs tightness."""
@@ -127,6 +127,7 @@ def _proved(
 ) -> tuple[Fixed, int]:
     """Return multipliers of one stage with which its inequality is proved at all frequencies."""
     for slack in SLACKS if multipliers.stages[index].dims else DENSE:
+        check_time()  # the multipliers of a deep network take long to fix
         try:
             numbers = fixed(multipliers, index, weights, slack)
             form = form_of(multipliers.stages[index], numbers)

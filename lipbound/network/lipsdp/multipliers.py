@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lipbound.network.lipsdp.laurent import Laurent
 from lipbound.network.lipsdp.stages import Stage
-from lipbound.runtime import Progress, silent, time_is_up
+from lipbound.runtime import Progress, check_time, silent, time_is_up
 from lipbound.symbols import grid, radians
 
 STEPS = 200  # at least
@@ -151,10 +151,12 @@ def eliminated(
     largest: Largest,
     slack: float = 0.0,
     dtype: torch.dtype = torch.complex128,
+    timed: bool = False,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Return max (y*Xy + Σmᵢ) as a form in the source, ``(P, n, n)``, and the multipliers.
 
-    The form is multiplied by 1 + slack before each elimination.
+    The form is multiplied by 1 + slack before each elimination. If ``timed``, a time limit that
+    has passed ends it.
     """
     last = len(stage.sizes) - 1
     form = Blocks({(last, last): weights.to(dtype)[None]})
@@ -162,6 +164,8 @@ def eliminated(
     for node in reversed(range(1, last + 1)):
         if not form.has(node):
             continue
+        if timed:
+            check_time()
         own, across = form.pop(node)
         if stage.inputs[node] < 0:
             symbols = [(j, _symbol(op, frequencies, dtype)) for j, op in stage.terms[node]]
@@ -425,7 +429,9 @@ def fixed(multipliers: Multipliers, index: int, weights: Tensor, slack: float) -
     """Return the multipliers of a stage as numbers, which hold on a fine grid with some room."""
     stage = multipliers.stages[index]
     points = frequencies(stage, FINE)
-    form, inner = eliminated(stage, weights, points, multipliers.inner[index], Peaks(), slack)
+    form, inner = eliminated(
+        stage, weights, points, multipliers.inner[index], Peaks(), slack, timed=True
+    )
     root = multipliers.root(index)
     if index:
         form = _whitened(form, stage, root)

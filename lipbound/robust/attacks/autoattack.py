@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.robust.attacks.pgd import Found, perturbation_norms
+from lipbound.runtime import check_time
 
 
 class _Contiguous(torch.nn.Module):
@@ -19,6 +20,7 @@ class _Contiguous(torch.nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
+        check_time()
         if images.requires_grad:
             images = images.view_as(images)
             images.register_hook(Tensor.contiguous)
