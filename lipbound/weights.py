@@ -123,6 +123,8 @@ def _read(path: Path, say: Say) -> dict[str, Tensor]:
     if path.suffix in REFUSED:
         raise ValueError(REFUSED[path.suffix].format(str(path)))
     if path.suffix not in SAFE | PICKLED:
+        if path.suffix == ".py":
+            raise ValueError(f"{str(path)!r} is code; name a function in it: {path}:FUNCTION")
         known = ", ".join(sorted(SAFE | PICKLED))
         raise ValueError(
             f"cannot read {str(path)!r}; supported formats are {known}; save the weights as one "

@@ -101,7 +101,7 @@ def domain_of(text: str) -> tuple[float, float]:
 
 def input_shape_of(text: str) -> tuple[int, ...]:
     try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+        shape = tuple(int(part) for part in text.strip("()[] ").replace("x", ",").split(","))
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:

@@ -163,8 +163,9 @@ def guessed_shape(network: nn.Module) -> tuple[int, ...]:
             continue
         return shape
     tried = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    first_tried = ",".join(map(str, shapes[0])) if shapes else "3,32,32"
     raise ValueError(
-        "the shape of one input is needed, for example --input 3,32,32"
+        f"the shape of one input is needed, for example --input {first_tried}"
         + (f"; {type(network).__name__} does not take {tried}" if tried else "")
     )
 

@@ -89,6 +89,11 @@ def audit(
         and len(input_shape) > 0
         and all(isinstance(n, Integral) and n > 0 for n in input_shape)
     ):
+        if isinstance(input_shape, Tensor):
+            raise ValueError(
+                f"input_shape is a tensor of shape {tuple(input_shape.shape)}; pass the shape of "
+                f"one input, for example (3, 8, 8), or a batch as inputs=TENSOR"
+            )
         raise ValueError(f"input_shape={input_shape!r} is not a shape; pass for example (3, 8, 8)")
     options = Options(rtol, effort, method)
     domain = _checked(domain)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lipbound
+from lipbound.cli.arguments import input_shape_of
 from lipbound.network.audits import audit
 from lipbound.robust.models import MODELS
 from lipbound.weights import read_weights
@@ -303,6 +304,24 @@ def test_an_input_that_cannot_be_guessed(place, monkeypatch, capsys):
     assert code == 2
     assert "the shape of one input is needed, for example --input 3,32,32" in err
     assert "does not take 3x32x32, 3x224x224" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("factories.py",), "is code; name a function in it: factories.py:FUNCTION"),
+        (("factories.py:build", "--input", "2,3,32,32"), "without the batch axis"),
+        (("factories.py:build", "--input", "image.pt"), "write for example 3,32,32"),
+    ],
+)
+def test_first_tries(words, said, place, monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "audit", *words)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert said in err
+
+
+def test_an_input_as_python_writes_it():
+    assert input_shape_of("(3, 32, 32)") == input_shape_of("[3,32,32]") == input_shape_of("3x32x32")
 
 
 def test_no_bound_is_no_success(place, monkeypatch, capsys):
