@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lipbound.bounds import Bracket, bracket
 from lipbound.geometry import Layer, convolution
-from lipbound.results import Result, finite
+from lipbound.results import Result, digits, finite
 from lipbound.symbols import evaluate, grid, radians, samples_per_axis, taps
 
 LARGEST = 1 << 26  # limit for the entries of all symbols together; above it, use fewer points
@@ -107,12 +107,12 @@ class Spectrum(Result):
         ]
 
     def summary(self) -> list[str]:
-        low, high = self.bracket.lower, self.bracket.upper
+        low, high = digits(self.bracket.lower, 6, "down"), digits(self.bracket.upper, 6, "up")
         return [
             f"Condition number {self.condition:.4g}, effective rank {self.effective_rank:.3f}, "
             f"stable rank {self.stable_rank:.3f} (shares of the number of singular values).",
             f"{100 * self.share_above(1.0):.1f} % of the singular values are greater than 1.",
-            f"The largest one lies in [{low:.6g}, {high:.6g}] for large inputs, which is proved; "
+            f"The largest one lies in [{low}, {high}] for large inputs, which is proved; "
             "all other numbers are asymptotic.",
         ]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipbound import audit, bracket, certified_accuracy
+from lipbound import Comparison, audit, bracket, certified_accuracy
 from lipbound.network.findings import Audit, LayerReport
 from lipbound.results import percent, shown
 from lipbound.robust import Evaluation, Plan, evaluate
@@ -33,6 +33,7 @@ def results():
         "audit": found,
         "without a shape": audit(model),
         "bracket": bracket(model[0]),
+        "comparison": Comparison(found, audit(model), ("with a shape", "without")),
         "accuracy": certified_accuracy(model, found, [(images, labels)], [0.001, 0.1]),
         "attack": evaluate(model, images, labels, plan, audit=found, jacobians=2),
     }

@@ -19,6 +19,7 @@ from lipbound.network.lipsdp.reading import runs
 from lipbound.network.rules import RULES, Options, Value, follow
 from lipbound.network.rules.ranges import Ranges
 from lipbound.network.rules.values import root_sum_of_errors, up
+from lipbound.results import digits
 from lipbound.runtime import OutOfTime, Progress, silent
 
 SHIFT = 600  # power of two by which constants near the largest float64 are divided
@@ -176,8 +177,9 @@ def _tightened(
     without = ", ".join(failed)
     said = "effort='high' did not lower the bound"
     if lowered and upper < audit.upper:
+        before, after = (digits(bound, 4, "up") for bound in (audit.upper, upper))
         said = (
-            f"effort='high' lowered the bound from {audit.upper:.4g} to {upper:.4g}, proved by "
+            f"effort='high' lowered the bound from {before} to {after}, proved by "
             f"LipSDP with {centres:,} {'matrix' if centres == 1 else 'matrices'}"
         )
     said = joined(said, f"LipSDP gave no bound: {without}" if without else "")

@@ -118,6 +118,7 @@ def test_the_layer_table_scrolls_on_a_phone(chromium, pages, name):
     chromium.open(pages[name], 390)
     card = "document.querySelector('#layers').closest('.scroll')"
     assert chromium.run(f"{card}.scrollWidth > {card}.clientWidth")
+    assert chromium.run(f"getComputedStyle({card}).overflowX") == "auto"
     chromium.run(f"{card}.scrollLeft = 100")
     assert chromium.run(f"{card}.scrollLeft") == 100
 
