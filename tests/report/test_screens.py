@@ -42,6 +42,7 @@ def classifier() -> nn.Module:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Name → file of each kind of page."""
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("pages")
     build, shape = NETWORKS["resnet"]
     new = build()
