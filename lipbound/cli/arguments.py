@@ -19,7 +19,7 @@ EFFORT = Annotated[
     typer.Option(
         help="low, normal or high. 'low' bounds every operation by itself. 'normal' merges "
         "linear operations first. 'high' bounds chains of layers together by LipSDP, which "
-        "is tighter and takes minutes."
+        "is tighter and takes 5 to 9 minutes for a ResNet-20, 90 for a ResNet-56."
     ),
 ]
 FOLDER = Annotated[Path | None, typer.Option(help="Folder that holds the image data.")]

@@ -58,8 +58,8 @@ def audit(
         inputs: Batch at which to search for large Jacobian norms. Default: random inputs.
         effort: ``'low'`` bounds every operation by itself, so a network without branches gets the
             product of its layers. ``'normal'`` merges linear operations first. ``'high'`` bounds
-            chains of linear maps and activations by LipSDP, which takes minutes and can gain
-            orders of magnitude.
+            chains of linear maps and activations by LipSDP, which takes minutes to hours and can
+            gain orders of magnitude.
         method: Name in ``BOUNDS`` of the bound to use for each convolution.
         search: Number of inputs at which to search for the lower bound; 0 for no search.
         seed: Seed of the random inputs.
