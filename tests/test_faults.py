@@ -396,7 +396,7 @@ def test_a_checkpoint_of_every_step_is_whole_however_it_ends(tmp_path):
 
 
 def test_a_check_that_is_made_again_is_recorded_once(tmp_path):
-    with RunFolder(tmp_path / "run", True) as folder:
+    with RunFolder(tmp_path / "run") as folder:
         for step in (5, 10):
             folder.record({"step": step})
         folder.cut_records(10)

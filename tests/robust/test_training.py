@@ -149,6 +149,104 @@ def test_two_processes_are_one(tmp_path):
         torch.testing.assert_close(mine[name], yours[name], rtol=1e-3, atol=1e-4)
 
 
+APART = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from helpers import blobs, chosen
+from lipbound.robust.training.loop import train
+rank = int(os.environ["RANK"])
+changes = {changes!r} | ({other!r} if rank else {{}})
+data = blobs(channels=3, seed=changes.pop("images", 0))
+out = Path({out!r}) / str(rank)
+try:
+    train(chosen("at+lipreg", **changes), data, out, resume={resume}, device="cpu",
+          save_every=2, time_limit={limit})
+except ValueError as error:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "said").write_text(str(error))
+    sys.exit(2)
+"""
+
+
+def apart(tmp_path, name: str, *, resume=True, limit=None, other=(), **changes) -> Path:
+    """A script that trains in a folder of its own in every process."""
+    path = tmp_path / f"{name}-{resume}-{limit}.py"
+    path.write_text(APART.format(
+        tests=str(Path(__file__).parents[1]), out=str(tmp_path / name), resume=resume,
+        limit=limit, other=dict(other), changes=changes,
+    ))  # fmt: skip
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_without_a_shared_folder(tmp_path, count):
+    """Stopped and resumed, they train the same network as one process."""
+    options = {"model": "cnn-plain", "lr": 0.05}
+    alone = worker(tmp_path, tmp_path / "alone", **options)
+    subprocess.run([sys.executable, str(alone)], check=True)
+    for limit in (0, None):
+        script = apart(tmp_path, "apart", limit=limit, **options)
+        subprocess.run(torchrun(script, count), check=True, capture_output=True, timeout=240)
+    assert [path.name for path in (tmp_path / "apart").iterdir()] == ["0"]
+    mine, yours = (
+        checkpoints.load(tmp_path / d / "final.safetensors")[0] for d in ("alone", "apart/0")
+    )
+    for name in mine:
+        torch.testing.assert_close(mine[name], yours[name], rtol=1e-3, atol=1e-4)
+    one, other = (read(tmp_path / d / "records.jsonl") for d in ("alone", "apart/0"))
+    assert [r["step"] for r in one] == [r["step"] for r in other]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"lr": 0.2}, "process 1 does not fit process 0: its lr is 0.2, not 0.05"),
+        ({"images": 1}, "process 1 does not fit process 0: its data is "),
+    ],
+)
+def test_a_process_that_does_not_fit_is_refused(tmp_path, other, said):
+    script = apart(tmp_path, "apart", other=other, lr=0.05)
+    assert subprocess.run(torchrun(script, 2), capture_output=True, timeout=120).returncode
+    assert (tmp_path / "apart" / "1" / "said").read_text().startswith(said)
+    assert "process 0" in (tmp_path / "apart" / "0" / "said").read_text()
+
+
+@pytest.mark.slow
+def test_the_refusal_of_the_first_process_ends_the_others(tmp_path):
+    script = apart(tmp_path, "apart", resume=False, limit=0)
+    subprocess.run(torchrun(script, 2), check=True, capture_output=True, timeout=120)
+    assert subprocess.run(torchrun(script, 2), capture_output=True, timeout=120).returncode
+    for rank in "01":
+        assert "already holds a run" in (tmp_path / "apart" / rank / "said").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_started_again_by_torchrun(tmp_path):
+    """``--max-restarts`` needs no ``--resume``, and loses nothing."""
+    script = apart(tmp_path, "apart", resume=False, epochs=20)
+    elastic = ["--standalone", "--max-restarts=1", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *elastic, str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    saved = tmp_path / "apart" / "0" / "checkpoints"
+    while len(list(saved.glob("step-*"))) < 2:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    whole = worker(tmp_path, tmp_path / "whole", epochs=20)
+    subprocess.run(torchrun(whole, 2), check=True, capture_output=True, timeout=240)
+    assert equal(*(tmp_path / d / "final.safetensors" for d in ("apart/0", "whole")))
+
+
 TOGETHER = """
 import sys
 from pathlib import Path

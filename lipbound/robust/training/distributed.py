@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from lipbound.runtime import pick_device
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,75 @@ class Team:
         if self.size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def told(self, value: Value) -> Value:
+        """Return the first process's value, which JSON must be able to hold, in all processes."""
+        if self.size == 1:
+            return value
+        coded = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
+        length = self._first(torch.tensor([len(coded)]))
+        if not self.first:
+            coded = torch.empty(int(length), dtype=torch.uint8)
+        told: Value = json.loads(bytes(self._first(coded).tolist()))
+        return told
+
+    def received(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the first process's tensors on the CPU, in all processes."""
+        if self.size == 1:
+            return dict(tensors)
+        shapes = {name: (list(t.shape), str(t.dtype)) for name, t in tensors.items()}
+        found = {}
+        for name, (shape, kind) in self.told(shapes).items():
+            dtype = getattr(torch, kind.removeprefix("torch."))
+            mine = tensors[name].cpu() if self.first else torch.empty(shape, dtype=dtype)
+            raw = self._first(mine.contiguous().reshape(-1).view(torch.uint8))
+            found[name] = raw.view(dtype).reshape(shape)
+        return found
+
+    def at_first(self, function: Callable[[], Value]) -> Value | None:
+        """Call a function in the first process alone, and return ``None`` in the others.
+
+        Raises:
+            ValueError: If the function raised a ``ValueError`` or an ``OSError``; the first process
+                raises its own error.
+        """
+        value: Value | None = None
+        error: ValueError | OSError | None = None
+        if self.first:
+            try:
+                value = function()
+            except (ValueError, OSError) as raised:
+                error = raised
+        said = self.told(None if error is None else str(error))
+        if said is not None:
+            raise error or ValueError(said)
+        return value
+
+    def agree(self, about: Mapping[str, Any]) -> None:
+        """Check that all processes have the same values, which JSON must be able to hold.
+
+        Raises:
+            ValueError: In all processes, if one of them has other values than the first.
+        """
+        mine: dict[str, Any] = json.loads(json.dumps(about))
+        theirs = self.told(mine)
+        wrong = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
+        if self.any(bool(wrong)):
+            if not wrong:
+                raise ValueError("another process has other settings or data than process 0")
+            said = "; ".join(
+                f"its {name} is {mine.get(name)!r}, not {theirs.get(name)!r}" for name in wrong
+            )
+            raise ValueError(
+                f"process {self.rank} does not fit process 0: {said}; "
+                f"give all processes the same command and data"
+            )
+
+    def _first(self, tensor: Tensor) -> Tensor:
+        """Return the first process's tensor; the others give one of the same shape."""
+        there = tensor.to(self.device)
+        dist.broadcast(there, 0)
+        return there.cpu()
 
     def wait(self) -> None:
         """Wait for all processes."""
@@ -95,7 +169,11 @@ def team(device: str | None = None) -> Iterator[Team]:
     # If it is imported later, a default argument holds the group: gloo's threads then outlive the
     # group, and may abort the process when the interpreter exits.
     import_module("torch._dynamo")
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    store, rank, size = next(rendezvous("env://"))
+    # After a restart torchrun's store still has the addresses of the processes that ended.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         who = Team(place, dist.get_rank(), dist.get_world_size())
         yield who

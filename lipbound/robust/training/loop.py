@@ -35,7 +35,8 @@ def train(
     Args:
         chosen: Settings of the run.
         data: The data set.
-        out: Folder of the run. Its ``records.jsonl`` gets a line per epoch.
+        out: Folder of the run. Its ``records.jsonl`` gets a line per epoch. With several processes
+            only the first one reads and writes there.
         resume: Whether to continue from the newest valid checkpoint in the folder, if there is one.
         device: ``cpu`` or ``cuda``; by default the GPU if there is one.
         time_limit: Seconds after which to write a checkpoint and stop.
@@ -47,7 +48,8 @@ def train(
         Lipschitz product and the time per step. ``stopped`` says why an unfinished run stopped.
 
     Raises:
-        ValueError: If the folder holds a run with other settings, or ``resume`` is not set.
+        ValueError: If the folder holds a run with other settings, or ``resume`` is not set, or if
+            the processes have different settings or data.
         FloatingPointError: If the loss is no longer finite; no checkpoint is written then.
     """
     # In separate functions, so that all objects that use the process group are freed before it.
@@ -81,7 +83,8 @@ def _trained(
     chosen: Settings, data: Data, out: Path, resume: bool, limits: _Limits
 ) -> dict[str, Any]:
     run = Run(chosen, data, limits.who, limits.stop)  # before the folder is made: it may raise
-    with RunFolder(out, limits.who.first) as folder:
+    limits.who.agree({**as_dict(chosen), "data": data.fingerprint()})
+    with RunFolder(out, limits.who) as folder:
         state = folder.open(as_dict(chosen), resume)
         if state is not None:
             run.load(*state[:2])
@@ -95,7 +98,6 @@ def _trained(
         if stopped:
             return {**run.summary(), "stopped": stopped}
         summary = run.summary()
-        limits.who.wait()  # for the files that the first process writes
         try:
             for name in ("best", "final"):
                 summary[name] = run.test(folder.load_weights(name))

@@ -73,6 +73,8 @@ class Descent:
         """Take a step at a learning rate; return loss, penalty and logits."""
         loss, logits = self._gradients(images, labels)
         value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
+        # With the penalty's gradient, which could differ in the last digits: all must step alike.
+        self._average()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -94,10 +96,11 @@ class Descent:
         return logits.float()
 
     def _gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss and logits, and store the mean gradients over all processes in ``.grad``."""
+        """Return loss and logits, and store this process's gradients in ``.grad``."""
         loss, logits = self._backward(images, labels)
         buffers = list(self.networks.model.buffers())
         if self.chosen.awp:  # without new BatchNorm statistics
+            self._average()
             before = [buffer.clone() for buffer in buffers]
             with perturbed(self.parameters, self.chosen.awp):
                 self._backward(images, labels)
@@ -111,8 +114,11 @@ class Descent:
         loss, logits = self.loss(images, labels)
         self.optimizer.zero_grad()
         loss.backward()
-        self.who.mean(p.grad for p in self.parameters if p.grad is not None)
         return loss, logits
+
+    def _average(self) -> None:
+        """Overwrite the gradients with their mean over all processes."""
+        self.who.mean(p.grad for p in self.parameters if p.grad is not None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the momentum by the parameter's index."""

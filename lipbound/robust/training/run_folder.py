@@ -10,10 +10,12 @@ from types import TracebackType
 from typing import IO, Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from lipbound.files import append, clean, read, read_json, rewrite, write
 from lipbound.robust.training import checkpoints
+from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.settings import filled
 
 _held: WeakSet[IO[str]] = WeakSet()
@@ -42,29 +44,32 @@ def lock(path: Path) -> IO[str] | None:
 
 
 class RunFolder:
-    """The files of a run, which every process reads and only the first one writes.
+    """The files of a run. Only the first process reads and writes them, and tells the others.
 
     Args:
-        root: Path of the folder.
-        writes: Whether this process writes.
+        root: Path of the folder on the first process's machine.
+        who: The processes of the run; by default this one alone.
     """
 
-    def __init__(self, root: Path, writes: bool = True):
-        self.root, self.writes = root, writes
+    def __init__(self, root: Path, who: Team | None = None):
+        self.root, self.who = root, who or Team(torch.device("cpu"))
+        self.writes = self.who.first
         self.checkpoints = checkpoints.Folder(root / "checkpoints")
         self.records = root / "records.jsonl"
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> RunFolder:
-        if self.writes:
-            try:
-                self._lock = lock(self.root / ".lock")
-            except OSError as error:
-                said = "it is a file, not a folder" if self.root.is_file() else error.strerror
-                raise OSError(f"cannot write in {str(self.root)!r}: {said}") from None
-            if self._lock is None:
-                raise ValueError(f"another run is using {str(self.root)!r}; choose another folder")
+        self.who.at_first(self._take)
         return self
+
+    def _take(self) -> None:
+        try:
+            self._lock = lock(self.root / ".lock")
+        except OSError as error:
+            said = "it is a file, not a folder" if self.root.is_file() else error.strerror
+            raise OSError(f"cannot write in {str(self.root)!r}: {said}") from None
+        if self._lock is None:
+            raise ValueError(f"another run is using {str(self.root)!r}; choose another folder")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
@@ -79,16 +84,30 @@ class RunFolder:
     ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
         """Return the state to continue from, or ``None``.
 
+        A process that ``torchrun --max-restarts`` started again continues by itself.
+
         Raises:
             ValueError: If the folder holds a run with other settings, or ``resume`` is not set.
         """
-        path = self.root / "settings.json"
+        state = self.who.at_first(lambda: self._opened(settings, resume))
+        rest = self.who.told(state and state[1:])
+        if rest is None:
+            return None
+        return self.who.received(state[0] if state else {}), *rest
+
+    def _opened(
+        self, settings: dict[str, Any], resume: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+        path, launcher = self.root / "settings.json", self.root / ".launcher"
         there = path.exists() or bool(self.checkpoints.all())
-        if self.writes and there and not resume:
+        own = str(os.getppid())  # torchrun, which is the same after a restart
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and launcher.exists():
+            resume = resume or launcher.read_text() == own
+        if there and not resume:
             raise ValueError(
                 f"{str(self.root)!r} already holds a run; add --resume to continue, or change --out"
             )
-        if self.writes and path.exists():
+        if path.exists():
             stored = filled(read_json(path))
             for name in {**stored, **settings}:
                 mine, theirs = settings.get(name), stored.get(name)
@@ -97,10 +116,11 @@ class RunFolder:
                         f"{str(self.root)!r} holds another run: its {name} is {theirs!r}, "
                         f"not {mine!r}; use the same settings, or another --out"
                     )
-        elif self.writes:
+        else:
             write(path, json.dumps(settings, indent=1).encode())
-        if self.writes:
-            clean(self.root)
+        if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+            write(launcher, own.encode())
+        clean(self.root)
         return self.checkpoints.newest(settings)
 
     def cut_records(self, step: int, due: bool = False) -> None:
@@ -125,12 +145,13 @@ class RunFolder:
             checkpoints.save(self.root / f"{name}.safetensors", tensors, about)
 
     def load_weights(self, name: str) -> dict[str, Tensor]:
-        return checkpoints.load(self.root / f"{name}.safetensors")[0]
+        path = self.root / f"{name}.safetensors"
+        return self.who.received(self.who.at_first(lambda: checkpoints.load(path)[0]) or {})
 
     def finished(self) -> dict[str, Any] | None:
         """Return the summary if the run is complete."""
         path = self.root / "summary.json"
-        return read_json(path) if path.exists() else None
+        return self.who.told(self.who.at_first(lambda: read_json(path) if path.exists() else None))
 
     def finish(self, summary: dict[str, Any]) -> None:
         if self.writes:
