@@ -206,7 +206,6 @@ def figure(tiers: dict[str, list[dict[str, Any]]], pyplot: Any) -> Any:
         )
     if first is not None:
         first.autoscale(axis="x")  # to the intervals of all tiers
-    axes[-1, 1].set_xlabel("log10 of the certified Lipschitz bound")
     return made
 
 
@@ -256,6 +255,7 @@ def _draw_accuracies(axis: Any, cells: list[dict[str, Any]], colors: dict[str, s
 def _name_rows(axis: Any, names: list[str]) -> None:
     axis.set_yticks(range(len(names)), labels=names)
     axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_ylabel("attack")
 
 
 def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str]) -> None:
@@ -268,4 +268,5 @@ def _draw_bounds(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str])
                 bounds, accuracies, "o", ms=6, mew=0, alpha=0.6, color=colors[label],
                 label=f"{label}, {seeds(len(group))}",
             )  # fmt: skip
+    axis.set_xlabel("log10 of the certified Lipschitz bound")
     axis.set_ylabel("accuracy under PGD, %")
