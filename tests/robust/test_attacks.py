@@ -492,12 +492,12 @@ def test_other_ways_to_hide_gradients(trained, ball):
 def test_no_attack_beats_being_wrong_or_a_certificate():
     """Clean mistakes count everywhere, and what is certified at a radius stands there."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4)).eval()
     with torch.no_grad():
         model[1].weight *= 4
     images = torch.rand(80, 1, 4, 4)
     labels = model(images).argmax(1)
-    labels[:20] = (labels[:20] + 1) % 3
+    labels[:20] = (labels[:20] + 1) % 4
     radii = tuple(r / 255 for r in (36, 72, 108, 255))
     plan = Plan(("pgd", "cw", "cw-projected", "apgd-l2"), "l2", 72 / 255, radii=radii,
                 iterations=30, restarts=2, searches=6, search_steps=100)  # fmt: skip
