@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = {"data/page.html", "data/page.js", "data/digits.npz", "data/networks.json", "py.typed"}
+NEEDED = {"py.typed", *(f"data/{path.name}" for path in (ROOT / "lipbound" / "data").iterdir())}
 EXAMPLE = """
 import doctest, sys, lipbound
 print("imported", lipbound.__file__)

@@ -33,7 +33,7 @@ COMMANDS = {
     "version": ["--version"],
     "audit": ["audit", "demo", "--fail-above", "1e6"],
 }
-INSIDE = {"data/page.html", "data/page.js", "data/digits.npz", "data/networks.json", "py.typed"}
+INSIDE = {"py.typed", *(f"data/{path.name}" for path in (ROOT / "lipbound" / "data").iterdir())}
 
 
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:

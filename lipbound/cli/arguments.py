@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -107,3 +108,19 @@ def input_shape_of(text: str) -> tuple[int, ...]:
     if not shape or min(shape) < 1:
         raise ValueError(f"--input {text!r} is not a shape; write for example 3,32,32")
     return shape
+
+
+def radius_of(text: str) -> float:
+    """Read a number or a fraction.
+
+    Example:
+        >>> radius_of("51/255")
+        0.2
+    """
+    try:
+        value = float(Fraction(text))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"--radius {text!r} is not a positive number; write 0.25 or 36/255")
+    return value

@@ -21,6 +21,7 @@ from lipbound.cli.arguments import (
     check_plot,
     check_report,
     check_source,
+    radius_of,
     say,
 )
 from lipbound.report.progress import bar
@@ -50,7 +51,11 @@ def attack(
         str | None, typer.Option(help="Norm of the perturbation: linf or l2. Default: the run's.")
     ] = None,
     radius: Annotated[
-        float | None, typer.Option(help="Largest norm of the perturbation. Default: the run's.")
+        str | None,
+        typer.Option(
+            help="Largest norm of the perturbation, a number or a fraction such as 8/255. Default: "
+            "the run's."
+        ),
     ] = None,
     iterations: Annotated[int, typer.Option(help="Number of PGD iterations.")] = 200,
     restarts: Annotated[int, typer.Option(help="Number of PGD restarts.")] = 10,
@@ -102,6 +107,7 @@ def attack(
 
     check_source(checkpoint)
     check_numbers(count=count, jacobians=jacobians)
+    size = None if radius is None else radius_of(radius)
     check_plot(plot)
     check_report(html)
     check_outputs(out, plot, html)
@@ -116,11 +122,11 @@ def attack(
     trained = paths[0].settings or Settings()
     plan = Plan(
         attacks=tuple(attacks or ["pgd"]), ball=ball or trained.ball,
-        radius=trained.radius if radius is None else radius, step=step, iterations=iterations,
+        radius=trained.radius if size is None else size, step=step, iterations=iterations,
         restarts=restarts, loss=loss, decay=decay, radii=tuple(l2_radius or (0.6, 0.8)),
         batch=batch, seed=seed, precision=precision, compile=compile_, graphs=graphs,
     )  # fmt: skip
-    if paths[0].settings is None and (ball is None or radius is None):
+    if paths[0].settings is None and (ball is None or size is None):
         say(f"attacking in the {plan.ball} ball of radius {plan.radius:.4g}; see --ball, --radius")
     records = []
     with team(device) as who:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from lipbound.cli.arguments import (
     check_plot,
     check_report,
     check_source,
+    radius_of,
     say,
 )
 from lipbound.report.progress import bar
@@ -122,19 +122,3 @@ def certify(
     if record["lipschitz"] is None:
         say("there is no bound of the network, so nothing is certified")
         raise typer.Exit(1)
-
-
-def radius_of(text: str) -> float:
-    """Read a number or a fraction.
-
-    Example:
-        >>> radius_of("51/255")
-        0.2
-    """
-    try:
-        value = float(Fraction(text))
-    except (ValueError, ZeroDivisionError, OverflowError):
-        value = 0.0
-    if not value > 0:
-        raise ValueError(f"--radius {text!r} is not a positive number; write 0.25 or 36/255")
-    return value

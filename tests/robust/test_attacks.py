@@ -686,7 +686,7 @@ def test_the_command(trained, monkeypatch, capsys, tmp_path):
         ([*arguments, "--attack", "guess"], "unknown attack 'guess'"),
         ([*arguments, "--loss", "guess"], "unknown loss 'guess'"),
         ([*arguments, "--radius", "8"], "exceeds the range [0, 1]"),
-        ([*arguments, "--radius", "0"], "radius=0.0 must be positive"),
+        ([*arguments, "--radius", "0"], "--radius '0' is not a positive number; write 0.25"),
         ([*arguments, "--restarts", "0"], "restarts=0 must be at least 1"),
         ([*arguments, "--batch", "0"], "batch=0 must be at least 1"),
         ([*arguments, "--count", "-5"], "must be 0 or larger"),
