@@ -7,7 +7,7 @@ LOCK ?= requirements.lock
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow lint docs pages campaign lock audit-deps outside clean
+.PHONY: help run test test-slow lint docs pages tutorial campaign lock audit-deps outside clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,9 @@ docs: $(STAMP) ## Build the documentation into site/; any warning is an error.
 
 pages: $(STAMP) ## Write the pages of results and trust, with their figures, from the committed records.
 	$(BIN)/python -m tools.pages
+
+tutorial: $(STAMP) ## Run every command of the tutorial, and write its outputs and pictures anew.
+	$(BIN)/python -m tools.tutorial
 
 campaign: $(STAMP) ## Look for violations of the promises for MINUTES (default 10).
 	$(BIN)/python -m verify campaign --minutes $(MINUTES)
