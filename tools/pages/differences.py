@@ -216,7 +216,8 @@ def _draw_differences(
     deviations: Mapping[str, Deviation],
 ) -> None:
     found = {label: own for (label, to), own in against(cells, deviations).items() if to == "at"}
-    places = {name: place for place, name in enumerate(GAPS)}
+    measured = [name for name in GAPS if any(name in own for own in found.values())]
+    places = {name: place for place, name in enumerate(measured)}
     axis.axvline(0, color="#888888", lw=0.8)
     for order, (label, own) in enumerate(found.items()):
         shift = 0.7 * ((order + 0.5) / len(found) - 0.5)
@@ -228,27 +229,33 @@ def _draw_differences(
             )  # fmt: skip
             line.set_linestyle("-" if len(gap["seeds"]) > 1 else ":")
         theirs = paper_gaps(next(cell for cell in cells if cell["label"] == label))
+        theirs = {name: gap for name, gap in theirs.items() if name in places}
         axis.plot(
             [100 * gap for gap in theirs.values()], [places[name] + shift for name in theirs], "D",
             ms=5, mfc="none", color=colors[label],
             label=f"{label}, the paper's" if theirs else None,
         )  # fmt: skip
     _name_rows(axis, [*places])
-    axis.set_xlabel("difference in accuracy, points; dotted: one seed")
+    single = any(len(gap["seeds"]) == 1 for own in found.values() for gap in own.values())
+    axis.set_xlabel(f"difference in accuracy, points{'; dotted: one seed' if single else ''}")
 
 
 def _draw_accuracies(axis: Any, cells: list[dict[str, Any]], colors: dict[str, str]) -> None:
+    finals = [cell["final"] for cell in cells]
+    measured = {name: entry for name, entry in COLUMNS.items() if any(map(entry, finals))}
     for label, group in grouped(cells).items():
-        for place, entry in enumerate(COLUMNS.values()):
+        for place, entry in enumerate(measured.values()):
             values = [100 * found["accuracy"] for cell in group if (found := entry(cell["final"]))]
             axis.plot(values, [place] * len(values), "o", ms=5, color=colors[label])
-    for arm, theirs in paper_arms(cells[0]).items():
+    for arm, values in paper_arms(cells[0]).items():
+        theirs = dict(zip(COLUMNS, values, strict=False))
+        places = [place for place, name in enumerate(measured) if name in theirs]
         if arm != "baseline":
             axis.plot(
-                [100 * value for value in theirs], range(len(theirs)), "D", ms=5, mfc="none",
+                [100 * theirs[name] for name in measured if name in theirs], places, "D", ms=5, mfc="none",
                 color=colors.get(f"{arm} {WEIGHT:g}", colors.get(arm)), label=f"{arm}, the paper's",
             )  # fmt: skip
-    _name_rows(axis, [*COLUMNS])
+    _name_rows(axis, [*measured])
     axis.set_xlabel("accuracy, %")
 
 

@@ -80,6 +80,10 @@ class Pairs:
 def pair_constants(stage: Stage, fixed: Fixed, progress: Progress = silent) -> Tensor:
     """Return numbers γ with |yᵢ − yⱼ|² ≤ γᵢⱼ²·z₀*Pz₀, for the P of the fixed multipliers.
 
+    Where the slopes lie in a very small interval, as those of ``LeakyReLU(0.999)``, N is positive
+    definite by less than the room that its rounding needs, so nothing is proved and the audit has
+    no ``pairs``. With a slope of 0.99 it still has them.
+
     Raises:
         NotPositive: If nothing was proved, or the result is not a matrix times the variables.
     """
