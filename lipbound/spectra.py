@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from lipbound.bounds import Bracket, bracket
-from lipbound.geometry import Layer, convolution
+from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.results import Result, digits, finite
 from lipbound.symbols import evaluate, grid, radians, samples_per_axis, taps
 
@@ -155,7 +155,14 @@ def spectrum(layer: Layer, samples: int | None = None, **geometry: object) -> Sp
         >>> found.condition, found.effective_rank, found.share_above(0.5)
         (1.0, 1.0, 1.0)
     """
-    conv = convolution(layer, **geometry)  # type: ignore[arg-type]
+    end = bracket(layer, **geometry)  # type: ignore[arg-type]
+    return sampled(convolution(layer, **geometry), end, samples)[0]  # type: ignore[arg-type]
+
+
+def sampled(
+    conv: Convolution, end: Bracket, samples: int | None = None
+) -> tuple[Spectrum, NDArray[np.float64]]:
+    """Return the spectrum of a layer with a known bracket, and σ1 at every point of its grid."""
     # As in Convolution.symbol_stride, but a large circular input may be of any size.
     stride = tuple(t // math.gcd(a, t) for a, t in zip(conv.dilation, conv.stride, strict=True))
     coefficients = taps(conv, stride).double()
@@ -165,15 +172,18 @@ def spectrum(layer: Layer, samples: int | None = None, **geometry: object) -> Sp
     mirrored = (-points) % torch.tensor(counts, dtype=points.dtype)
     twice = 1.0 + (mirrored != points).any(1).double()  # −ω has the same values as ω
     each = (twice[:, None] / math.prod(counts)).expand_as(values).flatten()
-    sampled, order = values.flatten().sort()
+    ordered, order = values.flatten().sort()
     rows, columns = conv.kernel.shape[0] // conv.groups, conv.kernel.shape[1]
     # Pixels that no tap touches have singular values of 0.
     share = values.shape[1] / (conv.groups * min(rows, columns * math.prod(conv.stride)))
-    weights = (share * each[order] / values.shape[1]).cpu().numpy()
-    found = sampled.cpu().numpy()
+    weights = (share * each[order] / values.shape[1]).numpy()
+    found = ordered.numpy()
     if share < 1:
         found, weights = np.insert(found, 0, 0.0), np.insert(weights, 0, 1 - share)
-    return Spectrum(found, weights, counts, bracket(layer, **geometry))  # type: ignore[arg-type]
+    heights = np.full(counts, float(values.max()))
+    for places in (points, mirrored) if counts else ():
+        heights[tuple(places.T.numpy())] = values.amax(1).numpy()
+    return Spectrum(found, weights, counts, end), heights
 
 
 def singular_values(coefficients: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from lipbound.bounds import Bracket
 from lipbound.geometry import Layer, convolution
-from lipbound.symbols import evaluate, taps
+from lipbound.spectra import Spectrum, sampled, singular_values
+from lipbound.symbols import taps
 
-SAMPLES = 33  # points per axis: an odd number that includes both ends of the period
+SAMPLES = 32  # points per axis and period
 LARGEST = 1 << 26  # limit for the entries of all symbols together; above it, use fewer points
 
 
@@ -25,13 +26,13 @@ class Portrait:
         axis: Frequencies along each axis, in radians from −π to π.
         heights: σ1, ``(len(axis),)`` for one spatial axis, else ``(len(axis), len(axis))``; for
             three axes the slice through the maximizer.
-        values: All singular values on the grid, sorted.
+        spectrum: The distribution of all singular values.
         peak: Maximizer of σ1, one frequency per shown axis; empty if it is not known.
     """
 
     axis: NDArray[np.float64]
     heights: NDArray[np.float64]
-    values: NDArray[np.float64]
+    spectrum: Spectrum
     peak: tuple[float, ...]
 
 
@@ -41,22 +42,23 @@ def portrait(layer: Layer, bracket: Bracket) -> Portrait | None:
     conv = convolution(layer)
     coefficients = taps(conv).double()
     groups, rows, columns, *sizes = coefficients.shape
-    shown = min(2, len(sizes))
-    if shown == 0 or math.prod(sizes) == 1:
+    if math.prod(sizes) == 1:
         return None
-    room = (LARGEST / (groups * rows * columns)) ** (1 / shown)
-    count = int(min(SAMPLES, max(9, room))) // 2 * 2 + 1
-    axis = np.linspace(-np.pi, np.pi, count)
-    whole = np.stack(np.meshgrid(*[axis] * shown, indexing="ij"), -1).reshape(-1, shown)
-    mirrored = shown == len(sizes)  # F(−ω) is the conjugate of F(ω), so half the grid is enough
-    points = whole[: len(whole) // 2 + 1] if mirrored else whole
-    place = bracket.frequency or (0.0,) * len(sizes)  # empty if there was no search
-    rest = np.broadcast_to(np.array(place[shown:]), (len(points), len(sizes) - shown))
-    frequencies = torch.from_numpy(np.concatenate([points, rest], 1))
-    values = torch.linalg.svdvals(evaluate(coefficients.float(), frequencies)).cpu()
-    half = values.amax((0, 2)).double().numpy()
-    full = np.concatenate([half, half[-2::-1]]) if mirrored else half
-    heights = full.reshape([count] * shown)
-    wrapped = [(w + np.pi) % (2 * np.pi) - np.pi for w in bracket.frequency[:shown]]
-    flat = np.sort(values.flatten().double().numpy())
-    return Portrait(axis, heights, flat, tuple(float(w) for w in wrapped))
+    room = (LARGEST / (groups * rows * columns)) ** (1 / len(sizes))
+    count = max(int(min(SAMPLES, max(8, room))) // 2 * 2, 2 * (max(sizes) // 2 + 1))
+    spectrum, heights = sampled(conv, bracket, count)
+    axis = np.linspace(-np.pi, np.pi, count + 1)
+    if len(sizes) > 2:
+        place = bracket.frequency or (0.0,) * len(sizes)  # empty if there was no search
+        plane = np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
+        rest = np.broadcast_to(np.array(place[2:]), (len(plane), len(sizes) - 2))
+        points = torch.from_numpy(np.concatenate([plane, rest], 1))
+        tops = singular_values(coefficients, points).amax(1).numpy()
+        heights = tops.reshape(count + 1, count + 1)
+    else:
+        wrap = (np.arange(count + 1) + count // 2) % count
+        for place_of in range(len(sizes)):  # from 0…2π to −π…π; an axis with one tap is constant
+            places = wrap if heights.shape[place_of] > 1 else np.zeros_like(wrap)
+            heights = heights.take(places, place_of)
+    wrapped = [(w + np.pi) % (2 * np.pi) - np.pi for w in bracket.frequency[:2]]
+    return Portrait(axis, heights, spectrum, tuple(float(w) for w in wrapped))

@@ -63,7 +63,9 @@ def portrait_png(portrait: Portrait) -> bytes:
             left.axvline(sign * portrait.peak[0], color=warm, lw=1)
     left.set_xticks([-np.pi, 0, np.pi], ["−π", "0", "π"])
     left.set_title("σ₁ over all frequencies", fontsize=8, color=grey)
-    right.stairs(*np.histogram(portrait.values, bins=40), fill=True, color=cool)
+    found = portrait.spectrum
+    shares, edges = np.histogram(found.values, bins=40, weights=found.weights)
+    right.stairs(shares, edges, fill=True, color=cool)
     right.set_yticks([])
     right.set_title("all singular values", fontsize=8, color=grey)
     for axes in (left, right):

@@ -105,7 +105,9 @@ def _share(value: float | None, largest: float) -> float:
 
 
 def _rows(
-    audit: Audit, ranked: list[tuple[LayerReport, float]], pictures: dict[str, str | None]
+    audit: Audit,
+    ranked: list[tuple[LayerReport, float]],
+    pictures: dict[str, dict[str, Any] | None],
 ) -> list[dict[str, Any]]:
     """Return the layers that are listed, the largest contribution first."""
     places = {id(row): place for place, row in enumerate(audit.layers)}
@@ -126,7 +128,7 @@ def _rows(
             "lipbound_share": _share(row.lipbound, largest),
             "frequency": ", ".join(f"{w:.3f}" for w in row.bracket.frequency),
             "evaluations": row.bracket.evaluations,
-            "picture": pictures.get(row.name),
+            **(pictures.get(row.name) or {"picture": None}),
         }
         for row, power in listed
     ]
@@ -153,6 +155,16 @@ def _steps(audit: Audit) -> list[dict[str, Any]]:
     ]
 
 
-def _picture(row: LayerReport) -> str | None:
+def _picture(row: LayerReport) -> dict[str, Any] | None:
+    """Return the picture of a layer's symbol, and the numbers of its spectrum."""
     shown = portrait(row.layer, row.bracket)
-    return None if shown is None else base64.b64encode(portrait_png(shown)).decode()
+    if shown is None:
+        return None
+    found = shown.spectrum
+    return {
+        "picture": base64.b64encode(portrait_png(shown)).decode(),
+        "median": found.quantile(0.5),
+        "condition": found.condition,
+        "effective_rank": found.effective_rank,
+        "above": found.share_above(1.0),
+    }
