@@ -34,9 +34,10 @@ class Spectrum(Result):
         \frac{1}{(2\pi)^D} \int \frac{1}{\min(s, t)} \sum_{j=1}^{\min(s, t)}
         \varphi(\sigma_j(F(\omega)))\, d\omega.
 
-    The padding changes a share of the singular values that vanishes as the input grows. With
-    circular padding the two sides are equal on the grid of n points per axis. Of all numbers here,
-    only ``bracket`` is proved; the others are asymptotic, and approximate on a finite grid.
+    The padding changes a share of the singular values that vanishes as the input grows. For a
+    circular layer of stride 1 without dilation, whose output is as large as its input, the two
+    sides are equal on the grid of n points per axis. Of all numbers here, only ``bracket`` is
+    proved; the others are asymptotic, and approximate on a finite grid.
 
     Attributes:
         values: Singular values on the grid, sorted.
@@ -82,17 +83,20 @@ class Spectrum(Result):
         Roy and Vetterli (2007): :math:`e^H / N`, where H is the entropy of the N singular values
         divided by their sum. It is 1 for an orthogonal layer.
         """
-        total = float(self.weights @ self.values)
-        if not total:
+        largest = float(self.values[-1])
+        if not largest:
             return 0.0
-        shares = self.values[self.values > 0] / total
-        return math.exp(-float(self.weights[self.values > 0] @ (shares * np.log(shares))))
+        shares = self.values / largest
+        shares = shares / (self.weights @ shares)
+        kept = shares > 0
+        return math.exp(-float(self.weights[kept] @ (shares[kept] * np.log(shares[kept]))))
 
     @property
     def stable_rank(self) -> float:
         r"""Share :math:`\sum_i \sigma_i^2 / (N \sigma_1^2)`, with the certified lower end as σ1."""
-        square = float(self.weights @ self.values**2)
-        return min(1.0, square / self.bracket.lower**2) if square else 0.0
+        if not self.bracket.lower:
+            return 0.0
+        return min(1.0, float(self.weights @ (self.values / self.bracket.lower) ** 2))
 
     def title(self) -> str:
         points = " × ".join(map(str, self.samples)) or "1"
@@ -166,7 +170,9 @@ def sampled(
     # As in Convolution.symbol_stride, but a large circular input may be of any size.
     stride = tuple(t // math.gcd(a, t) for a, t in zip(conv.dilation, conv.stride, strict=True))
     coefficients = taps(conv, stride).double()
-    counts = samples_per_axis(coefficients.shape[3:], samples or _fitting(coefficients))
+    counts = samples_per_axis(
+        coefficients.shape[3:], _fitting(coefficients) if samples is None else samples
+    )
     points = grid(counts, half=True)
     values = singular_values(coefficients, radians(points, counts))
     mirrored = (-points) % torch.tensor(counts, dtype=points.dtype)
@@ -201,6 +207,6 @@ def _fitting(coefficients: torch.Tensor) -> int | None:
     """Return a number of points for which all symbols fit into ``LARGEST``; ``None`` if any do."""
     sizes = [m for m in coefficients.shape[3:] if m > 1]
     entries = math.prod(coefficients.shape[:3])
-    if math.prod(samples_per_axis(sizes, None)) * entries <= LARGEST:
+    if not sizes or math.prod(samples_per_axis(sizes, None)) * entries <= LARGEST:
         return None
     return max(9, max(sizes), int((LARGEST / entries) ** (1 / len(sizes))))

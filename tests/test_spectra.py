@@ -89,6 +89,20 @@ def test_the_numbers_of_known_layers():
     assert (nothing.condition, nothing.effective_rank, nothing.stable_rank) == (math.inf, 0, 0)
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_shares_do_not_depend_on_the_scale(scale):
+    found = spectrum(scale * torch.tensor([[[1.0, 0.5]]], dtype=torch.float64))
+    same = spectrum(torch.tensor([[[1.0, 0.5]]], dtype=torch.float64))
+    for name in ("condition", "effective_rank", "stable_rank"):
+        assert getattr(found, name) == pytest.approx(getattr(same, name))
+    assert "stable rank 0.55" in str(found)
+
+
+def test_a_tiny_value_beside_a_large_one_has_no_weight():
+    diagonal = torch.diag(torch.tensor([1e10, 1e-318], dtype=torch.float64))
+    assert spectrum(diagonal).effective_rank == pytest.approx(0.5)
+
+
 def test_the_largest_value_lies_below_the_certified_end():
     layer = drawn(lambda: nn.Conv2d(3, 4, 3))
     found = spectrum(layer)
@@ -102,6 +116,7 @@ def test_the_largest_value_lies_below_the_certified_end():
 def test_wide_layers_use_fewer_frequencies(monkeypatch):
     monkeypatch.setattr("lipbound.spectra.LARGEST", 12 * 100)
     assert spectrum(torch.ones(3, 4, 3, 3)).samples == (10, 10)
+    assert spectrum(torch.ones(30, 50)).samples == ()
 
 
 @pytest.mark.parametrize("level", [-0.1, 1.5, [0.5, math.nan]])
@@ -113,3 +128,5 @@ def test_wrong_levels_are_refused(level):
 def test_a_coarse_grid_is_refused():
     with pytest.raises(ValueError, match="samples=2 is too coarse"):
         spectrum(torch.ones(1, 1, 5), samples=2)
+    with pytest.raises(ValueError, match="samples=0 must be a positive integer"):
+        spectrum(torch.ones(1, 1, 5), samples=0)
