@@ -131,8 +131,22 @@ def digits(value: float, count: int = 5, rounding: str = "nearest") -> str:
     """
     if not math.isfinite(value):
         return str(value)
+    mantissa, exponent = scientific(value, count, rounding)
+    if not -4 <= exponent < count:
+        return f"{mantissa.normalize():f}e{exponent:+03d}"
+    return f"{mantissa.scaleb(exponent).normalize():f}"
+
+
+def scientific(value: float, count: int, rounding: str = "nearest") -> tuple[Decimal, int]:
+    """Return a finite number, rounded to some digits, as ``(a, b)`` with the value a·10^b.
+
+    Example:
+        >>> scientific(1234.5, 3, "up"), scientific(5e-324, 3, "down")
+        ((Decimal('1.24'), 3), (Decimal('5.00'), -324))
+    """
     exact = Context(prec=count, rounding=ROUNDINGS[rounding]).create_decimal(repr(float(value)))
-    return f"{float(exact):.{count}g}"
+    exponent = exact.adjusted() if exact else 0
+    return exact.scaleb(-exponent).quantize(Decimal(1).scaleb(1 - count)), exponent
 
 
 def fixed(value: float, places: int, rounding: str = "nearest") -> str:
@@ -144,8 +158,26 @@ def fixed(value: float, places: int, rounding: str = "nearest") -> str:
     """
     if not math.isfinite(value):
         return str(value)
-    exact = Decimal(repr(float(value)))
-    return str(exact.quantize(Decimal(1).scaleb(-places), ROUNDINGS[rounding]))
+    return _fixed(Decimal(repr(float(value))), places, rounding)
+
+
+def exponent_of_ten(value: float, places: int = 2, rounding: str = "nearest") -> str:
+    """Format the decimal logarithm of a number, with some decimals.
+
+    The logarithm is rounded only once: that of a number slightly above 100 is above 2.
+
+    Example:
+        >>> exponent_of_ten(100, 2, "up"), exponent_of_ten(math.nextafter(100, math.inf), 2, "up")
+        ('2.00', '2.01')
+    """
+    if not 0 < value < math.inf:
+        return str(value if value else -math.inf)
+    return _fixed(Decimal(repr(float(value))).log10(Context(prec=50)), places, rounding)
+
+
+def _fixed(exact: Decimal, places: int, rounding: str) -> str:
+    unit = Decimal(1).scaleb(-places)
+    return f"{exact.quantize(unit, ROUNDINGS[rounding], Context(prec=999)):f}"
 
 
 def percent(share: float, rounding: str = "nearest") -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +16,8 @@ from torch import nn
 
 from lipbound import Comparison, audit, bracket, certified_accuracy
 from lipbound.network.findings import Audit, LayerReport
-from lipbound.results import percent, shown
+from lipbound.report.html import number, power
+from lipbound.results import digits, exponent_of_ten, fixed, percent, shown
 from lipbound.robust import Evaluation, Plan, evaluate
 
 EVIL = "<script>alert(1)</script>\x1b[2J"
@@ -122,3 +126,32 @@ def test_a_frame_has_the_rows(monkeypatch):
 def test_a_page_that_cannot_be_written(tmp_path):
     with pytest.raises(OSError, match="it is a folder"):
         RESULTS["bracket"].save_html(tmp_path)
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-323, 2.5e-320, 1.7976931348623157e308, 0.99996, 1e27])
+def test_the_smallest_and_the_largest_numbers_round_to_their_safe_side(value):
+    exact = Decimal(repr(value))
+    for text in (digits(value, 4, "up"), shown(value, "up"), number(value, "up")):
+        assert Decimal(text) >= exact, text
+    for text in (digits(value, 4, "down"), shown(value, "down"), number(value, "down")):
+        assert 0 < Decimal(text) <= exact, text
+    shown_power = str(power(value)).replace(" · 10<sup>", "e").removesuffix("</sup>")
+    assert Decimal(shown_power) >= exact
+    assert Decimal(fixed(value, 2, "up")) >= exact >= Decimal(fixed(value, 2, "down"))
+
+
+@pytest.mark.parametrize("exponent", range(-8, 9))
+def test_a_power_of_ten_is_on_the_safe_side_of_its_number(exponent):
+    whole = float(f"1e{exponent}")
+    above, below = math.nextafter(whole, math.inf), math.nextafter(whole, 0)
+    assert exponent_of_ten(whole, 2, "up") == exponent_of_ten(whole, 2, "down") == f"{exponent}.00"
+    assert Fraction(exponent_of_ten(above, 2, "up")) == exponent + Fraction(1, 100)
+    assert Fraction(exponent_of_ten(below, 2, "down")) == exponent - Fraction(1, 100)
+
+
+def test_the_powers_of_an_audit_are_not_below_its_numbers():
+    value = math.nextafter(100, math.inf)
+    found = replace(RESULTS["audit"], product=value, upper=value, lower=50.0)
+    assert str(found).count("(10^2.01)") == 2
+    assert "bound 10<sup>2.1</sup>" in found._page()
+    assert "product 10<sup>2.1</sup>" in found._page()

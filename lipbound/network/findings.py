@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from lipbound import __version__
 from lipbound.bounds import Bracket
 from lipbound.geometry import Convolution, convolution
-from lipbound.results import Result, digits, finite, fixed
+from lipbound.results import Result, digits, exponent_of_ten, finite
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Audit(Result):
             lines.append(
                 f"network: certified Lipschitz constant at most "
                 f"{digits(self.upper, 4, 'up')} "
-                f"(10^{fixed(self.log10_upper, 2, 'up')}){self.within}"
+                f"(10^{exponent_of_ten(self.upper, 2, 'up')}){self.within}"
             )
         elif self.steps:
             lines.append(f"network: no bound, because {self.reason}")
@@ -176,7 +176,7 @@ class Audit(Result):
         if self.floor > 0:
             lines.append(
                 f"a method that knows only lipbound's limits of the slopes cannot prove less than "
-                f"{digits(self.floor, 4, 'down')} (10^{fixed(log10(self.floor), 2, 'down')})"
+                f"{digits(self.floor, 4, 'down')} (10^{exponent_of_ten(self.floor, 2, 'down')})"
             )
         if self.lower > 0:
             lower = digits(self.lower, 4, "down")
@@ -184,7 +184,7 @@ class Audit(Result):
         lines.append(
             f"product of the layers' bounds, for comparison: "
             f"{digits(self.product, 4, 'up')} "
-            f"(10^{fixed(log10(self.product), 2, 'up')})"
+            f"(10^{exponent_of_ten(self.product, 2, 'up')})"
         )
         return lines
 

@@ -16,7 +16,7 @@ import torch
 from lipbound import __version__
 from lipbound.files import printable
 from lipbound.report.figures import encoded
-from lipbound.results import digits, fixed
+from lipbound.results import exponent_of_ten, scientific
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -63,7 +63,12 @@ def number(value: float | None, rounding: str = "nearest") -> str:
         return ""
     if not math.isfinite(value):
         return "∞"
-    return f"{float(digits(value, 4, rounding)):#.4g}".rstrip(".") if value else "0"
+    if not value:
+        return "0"
+    mantissa, exponent = scientific(value, 4, rounding)
+    if not -4 <= exponent < 4:
+        return f"{mantissa:f}e{exponent:+03d}"
+    return f"{mantissa.scaleb(exponent):f}"
 
 
 def power(value: float) -> Markup:
@@ -72,15 +77,15 @@ def power(value: float) -> Markup:
 
     if not math.isfinite(value) or 1e-3 <= abs(value) < 1e5 or value == 0:
         return Markup(number(value, "up"))
-    shown, exponent = f"{float(digits(value, 3, 'up')):.2e}".split("e")
-    return Markup(f"{shown} · 10<sup>{int(exponent)}</sup>")
+    mantissa, exponent = scientific(value, 3, "up")
+    return Markup(f"{mantissa} · 10<sup>{exponent}</sup>")
 
 
 def exponent(value: float, places: int = 2, rounding: str = "up") -> Markup:
-    """Format 10 to a power."""
+    """Format a number as a power of ten."""
     from markupsafe import Markup
 
-    return Markup(f"10<sup>{fixed(value, places, rounding)}</sup>")
+    return Markup(f"10<sup>{exponent_of_ten(value, places, rounding)}</sup>")
 
 
 def parts(name: str) -> Markup:

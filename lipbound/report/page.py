@@ -144,7 +144,7 @@ def _steps(audit: Audit) -> list[dict[str, Any]]:
             "module": step.module,
             "shape": "×".join(map(str, step.shape)),
             "gain": step.gain,
-            "power": log10(step.lipschitz) if math.isfinite(step.lipschitz) else None,
+            "lipschitz": step.lipschitz if math.isfinite(step.lipschitz) else None,
             "share": max(0.0, 100 * log10(step.lipschitz) / top)
             if math.isfinite(step.lipschitz)
             else 100.0,
