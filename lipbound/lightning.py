@@ -24,8 +24,8 @@ class LipschitzPenalty(Callback):
 
     The module does not change. The gradient is added once for each step of the optimizer, after
     accumulated gradients have been summed, averaged over the devices and unscaled, and before they
-    are clipped. A step without any gradient, because ``training_step`` returned ``None``, is left
-    alone.
+    are clipped. A step without any gradient, because ``training_step`` returned ``None``, gets
+    none; an optimizer with momentum may still move the weights.
 
     It logs ``penalty``, the value at every step, and ``log10_product``, the logarithm of the
     product of the layers' constants at the end of every epoch. The names end in ``/network`` if
@@ -55,6 +55,7 @@ class LipschitzPenalty(Callback):
         self.weight, self.network, self.options = weight, network, options
         self.penalty: Penalty | None = None
         self._restored: dict[str, Any] = {}
+        self._backward = False  # has run since the last step of the optimizer
 
     @property
     def state_key(self) -> str:
@@ -83,13 +84,21 @@ class LipschitzPenalty(Callback):
             )
         self.penalty = Penalty(_part(pl_module, self.network), self.weight, **self.options)
         self.penalty.load_state_dict(self._restored)
-        self._restored = {}
+        self._restored, self._backward = {}, False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._backward = True
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         assert self.penalty is not None
-        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        # A module may set the gradients to zero instead of None. In a manual optimization, a module
+        # may call backward() itself, which is not reported.
+        missing = pl_module.automatic_optimization and not self._backward
+        self._backward = False
+        grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+        if missing or all(grad is None for grad in grads):
             return
         if trainer.world_size > 1:
             for factor in self.penalty.factors:
