@@ -181,6 +181,19 @@ def apart(tmp_path, name: str, *, resume=True, limit=None, other=(), **changes) 
     return path
 
 
+def with_one_killed(command: list[str], saved: Path) -> subprocess.Popen:
+    """Start torchrun, and kill a process of it after the second checkpoint."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(list(saved.glob("step-*"))) < 2:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    return process
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_without_a_shared_folder(tmp_path, count):
@@ -231,15 +244,7 @@ def test_a_killed_process_is_started_again_by_torchrun(tmp_path):
     script = apart(tmp_path, "apart", resume=False, epochs=20)
     elastic = ["--standalone", "--max-restarts=1", "--nproc-per-node=2"]
     command = [sys.executable, "-m", "torch.distributed.run", *elastic, str(script)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    saved = tmp_path / "apart" / "0" / "checkpoints"
-    while len(list(saved.glob("step-*"))) < 2:
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.02)
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    )
-    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    process = with_one_killed(command, tmp_path / "apart" / "0" / "checkpoints")
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     whole = worker(tmp_path, tmp_path / "whole", epochs=20)
@@ -293,17 +298,8 @@ def test_processes_hold_one_network_with_batchnorm_too(tmp_path):
 @pytest.mark.slow
 def test_one_of_two_dies(tmp_path):
     script = worker(tmp_path, tmp_path / "run", epochs=10_000)
-    process = subprocess.Popen(
-        torchrun(script, 2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
     saved = tmp_path / "run" / "checkpoints"
-    while len(list(saved.glob("step-*"))) < 2:
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.02)
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    )
-    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    process = with_one_killed(torchrun(script, 2), saved)
     assert process.wait(timeout=120) != 0
     process.stdout.close()
     tensors, about, wrong = checkpoints.Folder(saved).newest()
