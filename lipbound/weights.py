@@ -56,7 +56,7 @@ ROOM, MOST = 1 << 28, 16  # tensors may take ROOM bytes, or MOST times the file'
 PARTS = re.compile(r"-(\d{5})-of-(\d{5})\.\w+$")
 PARAMETRIZED = re.compile(
     # PyTorch's own old forms end like this, and a public implementation of spectral_norm
-    r"(^|\.)(parametrizations\.|weight_orig$|weight_g$|weight_bar$)"
+    r"(^|\.)(parametrizations\.|\w+_orig$|weight_g$|weight_bar$)"
 )
 NESTED = (
     "state_dict", "model_state_dict", "model", "net", "network", "module", "weights", "params",
@@ -205,7 +205,15 @@ def _joined(path: Path, say: Say) -> dict[str, Tensor]:
 
 def parametrized(weights: Mapping[str, Tensor]) -> str:
     """Return the name of a tensor from which a weight is computed; empty if there is none."""
-    return next((name for name in weights if PARAMETRIZED.search(name)), "")
+    return next((k for k in weights if PARAMETRIZED.search(k) or _is_magnitude(k, weights)), "")
+
+
+def _is_magnitude(name: str, weights: Mapping[str, Tensor]) -> bool:
+    """Tell whether a tensor is what ``weight_norm`` of any parameter multiplies directions with."""
+    size, direction = weights[name], weights.get(name.removesuffix("_g") + "_v")
+    if not name.endswith("_g") or direction is None or size.is_nested or direction.is_nested:
+        return False
+    return size.ndim in (0, direction.ndim) and size.numel() == max(size.shape, default=1)
 
 
 class Foreign:

@@ -336,6 +336,23 @@ def pruned() -> dict[str, Tensor]:
     return model.state_dict()
 
 
+class Kernel(nn.Module):
+    """A layer whose weight has another name than PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.ones(2, 3, 3, 3))
+
+
+def named_kernel(norm: Callable[..., nn.Module]) -> dict[str, Tensor]:
+    return dict(norm(Kernel(), "kernel").state_dict())
+
+
+def untied() -> dict[str, Tensor]:
+    tensors = state(name="Tied")
+    return tensors | {"b.weight": tensors["b.weight"] * 100}
+
+
 def tied() -> dict[str, Tensor]:
     return {k: t for k, t in state(name="Tied").items() if k != "b.weight"}
 
@@ -614,6 +631,31 @@ def special() -> dict[str, Kind]:
         "a spectral norm not of PyTorch, no --model": Kind(
             pt(lambda: {"0.weight_bar": state()["0.weight"]}), "", "give the architecture",
             options=(),
+        ),
+        "the older weight_norm of a kernel, no --model": Kind(
+            pt(lambda: named_kernel(nn.utils.weight_norm)), "", "holds 'kernel_g'", options=()
+        ),
+        "the older spectral_norm of a kernel, no --model": Kind(
+            pt(lambda: named_kernel(nn.utils.spectral_norm)), "", "holds 'kernel_orig'", options=()
+        ),
+        "tied weights that differ": Kind(pt(untied), "Tied", "have different values in the file"),
+        "a number under the name of a weight": Kind(
+            pt(lambda: state() | {"0.weight.n_averaged": torch.tensor(9.0)}),
+            said="the file has '0.weight.n_averaged' instead",
+        ),
+        "shapes without numbers": Kind(
+            pt(lambda: {k: t.to("meta") for k, t in state().items()}), said="no numbers in the file"
+        ),
+        "shapes without numbers, no --model": Kind(
+            pt(lambda: {k: t.to("meta") for k, t in state().items()}), "", "has no values",
+            options=(),
+        ),
+        "sparse tensors": Kind(
+            pt(lambda: {k: t.to_sparse() for k, t in state().items()}), said="dense tensor"
+        ),
+        "nested tensors": Kind(
+            pt(lambda: state() | {"0.weight": torch.nested.nested_tensor([torch.ones(2)])}),
+            said="is nested in the file",
         ),
         "plain weights, constrained factory": Kind(pt(state), "constrained", "the model needs"),
         "another model": Kind(pt(state), "other", "the file has"),

@@ -264,9 +264,11 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], say: Say = silent) -> 
     Raises:
         ValueError: If they do not fit. The message shows names of both sides.
     """
-    wanted = {name: t for name, t in model.state_dict().items() if not name.endswith(COUNTERS)}
+    own = model.state_dict()
+    wanted = {name: t for name, t in own.items() if not _is_counter(name, own)}
     fitting = _renamed(wanted, weights, say)
     kind = type(model).__name__
+    _check_dense({name: t for name, t in fitting.items() if name in own})
     for name, tensor in wanted.items():
         if name in fitting and fitting[name].shape != tensor.shape:
             mine, given = (tuple(t.shape) for t in (tensor, fitting[name]))
@@ -276,8 +278,7 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], say: Say = silent) -> 
             )
     alike = _tied(wanted, fitting)
     lost = [name for name in wanted if name not in fitting and name not in alike]
-    more = [name for name in fitting if name not in model.state_dict()]
-    more = [name for name in more if not name.endswith(COUNTERS)]
+    more = [name for name in fitting if name not in own and not _is_counter(name, fitting)]
     if lost or more:
         computed = parametrized(fitting)
         if computed and not parametrized(wanted):
@@ -292,10 +293,38 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], say: Say = silent) -> 
             + (f"the file has {_some(more)} instead" if more else "the file has nothing else")
             + "; give the architecture of this file with --model"
         )
-    own = model.state_dict()
-    _check_types({name: (own[name], t) for name, t in fitting.items() if name in own}, say)
-    model.load_state_dict({n: t for n, t in fitting.items() if n in own}, strict=False)
+    pairs = {name: (own[name], t) for name, t in fitting.items() if name in own}
+    _check_types(pairs, say)
+    model.load_state_dict({name: t for name, (_, t) in pairs.items()}, strict=False)
+    _check_shared(kind, pairs)
     return model
+
+
+def _is_counter(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Tell whether a tensor is a buffer of a module, not of a weight, that only counts."""
+    module, _, last = name.rpartition(".")
+    return last in COUNTERS and module not in tensors and tensors[name].ndim == 0
+
+
+def _check_shared(kind: str, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Check that names of one and the same tensor in the model have the same values in the file.
+
+    Raises:
+        ValueError: If not, so that the model holds only one of them after loading.
+    """
+    names: dict[int, list[str]] = {}
+    for name, (mine, _) in pairs.items():
+        names.setdefault(mine.data_ptr(), []).append(name)
+    for place, same in names.items():
+        for name in same if place and len(same) > 1 else ():
+            loaded, given = pairs[name]
+            if not torch.allclose(loaded, given.to(loaded), 0, 0, equal_nan=True):
+                other = next(one for one in same if one != name)
+                raise ValueError(
+                    f"the weights do not fit {kind}: {name!r} and {other!r} are one tensor in the "
+                    f"model and have different values in the file; give the architecture of this "
+                    f"file with --model"
+                )
 
 
 def _tied(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> set[str]:
@@ -305,6 +334,23 @@ def _tied(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> set[str]
     """
     places = {wanted[name].data_ptr() for name in wanted if name in given}
     return {name for name, t in wanted.items() if t.numel() and t.data_ptr() in places}
+
+
+def _check_dense(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors without numbers, and those that do not store each of their entries.
+
+    Raises:
+        ValueError: If there are any; the message names the first.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} has a shape and no numbers in the file (device 'meta'); save the "
+                f"state_dict() of a model that has its weights"
+            )
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ValueError(f"{name!r} is {kind} in the file; save each weight as a dense tensor")
 
 
 def _check_types(pairs: Mapping[str, tuple[Tensor, Tensor]], say: Say) -> None:
@@ -332,9 +378,9 @@ def _check_types(pairs: Mapping[str, tuple[Tensor, Tensor]], say: Say) -> None:
 def _applied(name: str) -> str:
     """Return an example of the call that gives a model this parametrized tensor."""
     ends = {
-        "weight_g": "torch.nn.utils.weight_norm(layer)",
+        "_g": "torch.nn.utils.weight_norm(layer)",
         "weight_bar": "the spectral norm of its program",
-        "weight_orig": "torch.nn.utils.spectral_norm(layer), or prune",
+        "_orig": "torch.nn.utils.spectral_norm(layer), or prune",
         ".original0": "torch.nn.utils.parametrizations.weight_norm(layer)",
     }
     return next((call for end, call in ends.items() if name.endswith(end)),

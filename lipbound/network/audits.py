@@ -304,6 +304,9 @@ def audit_weights(
         "matrices, which need an architecture": [
             k for k, t in weights.items() if not t.is_nested and t.ndim == 2
         ],
+        "more than five axes, which no convolution has": [
+            k for k, t in weights.items() if not t.is_nested and t.ndim > 5
+        ],
         "BatchNorm layers, which need an architecture": [
             k.removesuffix("running_var").rstrip(".") for k in weights if k.endswith("running_var")
         ],
