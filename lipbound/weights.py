@@ -11,7 +11,7 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -194,13 +194,39 @@ def _joined(path: Path, say: Say) -> dict[str, Tensor]:
         if Path(name).name != name:
             raise ValueError(f"{str(path)!r} names the file {name!r}, which is not beside it")
         check_file(path.with_name(name))
-        found |= _read(path.with_name(name), say)
+        part = _read(path.with_name(name), say)
+        for tensor in part:
+            if places.get(tensor) != name:
+                where = f"puts it in {places[tensor]!r}" if tensor in places else "does not list it"
+                raise ValueError(
+                    f"{name!r} holds {tensor!r}, and {str(path)!r} {where}; download or save the "
+                    f"model again"
+                )
+        found |= part
     lost = [name for name in places if name not in found]
     if lost:
         raise ValueError(
-            f"{str(path)!r} lists {lost[0]!r}, which {places[lost[0]]!r} does not hold"
+            f"{str(path)!r} lists {lost[0]!r}, which {places[lost[0]]!r} does not hold; download "
+            f"or save the model again"
+        )
+    more = _unnamed_part(path, places.values())
+    if more:
+        raise ValueError(
+            f"{more!r} is beside {str(path)!r}, which does not name it; if it is of another model, "
+            f"move it away, otherwise download or save the model again"
         )
     return {name: found[name] for name in places}
+
+
+def _unnamed_part(path: Path, named: Collection[str]) -> str:
+    """Return a file beside the index that has the name of a part, but is not in the index."""
+    stems = {PARTS.sub("", name) for name in named if PARTS.search(name)}
+    beside = sorted(p.name for p in path.parent.iterdir() if PARTS.search(p.name))
+    suffixes = {Path(name).suffix for name in named}
+    return next(
+        (name for name in beside if name not in named and PARTS.sub("", name) in stems
+         and Path(name).suffix in suffixes), "",
+    )  # fmt: skip
 
 
 def parametrized(weights: Mapping[str, Tensor]) -> str:

@@ -231,6 +231,43 @@ def parts(end: str, lost: bool = False, named: int = 0) -> Callable[[Path], str]
     return make
 
 
+def changed_parts(change: Callable[[dict[str, str], dict[str, Any]], Any]) -> Any:
+    """Return a function that writes a model in two files, which do not agree with their index."""
+
+    def make(folder: Path) -> str:
+        from safetensors.torch import load_file, save_file
+
+        index = folder / parts("model.safetensors")(folder)
+        content = json.loads(index.read_text())
+        files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+        change(content["weight_map"], files)
+        for name, tensors in files.items():
+            save_file(tensors, folder / name)
+        index.write_text(json.dumps(content))
+        return index.name
+
+    return make
+
+
+PART = "model-0000{}-of-0000{}.safetensors"  # 0.weight is in the first of two
+
+
+def twice(places: dict[str, str], files: dict[str, Any]) -> None:
+    files[PART.format(2, 2)]["0.weight"] = files[PART.format(1, 2)]["0.weight"] * 100
+
+
+def elsewhere(places: dict[str, str], files: dict[str, Any]) -> None:
+    places["0.weight"] = PART.format(2, 2)
+
+
+def unlisted(places: dict[str, str], files: dict[str, Any]) -> None:
+    del places["0.weight"]
+
+
+def third_part(places: dict[str, str], files: dict[str, Any]) -> None:
+    files[PART.format(3, 3)] = {"9.weight": torch.ones(3, 3, 3, 3)}
+
+
 def program(kind: str, name: str) -> Callable[[Path], str]:
     """Return a function that writes a TorchScript or an exported program."""
 
@@ -597,6 +634,19 @@ def special() -> dict[str, Kind]:
         "a folder": Kind(a_folder, said="name a weights file in it: pytorch_model.bin"),
         "one part of two": Kind(parts("model.safetensors", named=2), said="name the index"),
         "a part is missing": Kind(parts("model.safetensors", lost=True), said="there is no file"),
+        "a tensor in two parts": Kind(
+            changed_parts(twice), said="puts it in 'model-00001-of-00002.safetensors'"
+        ),
+        "a tensor in another part": Kind(
+            changed_parts(elsewhere), said="puts it in 'model-00002-of-00002.safetensors'"
+        ),
+        "a tensor that the index does not list": Kind(
+            changed_parts(unlisted), "", "holds '0.weight', and 'model.safetensors.index.json' "
+            "does not list it", options=(),
+        ),
+        "a part that the index does not name": Kind(
+            changed_parts(third_part), said="which does not name it"
+        ),
         "only an optimizer": Kind(pt(optimizer), said="it has only 'state', 'param_groups'"),
         "only an optimizer, no --model": Kind(pt(optimizer), "", "holds no weights", options=()),
         "only numbers": Kind(pt(lambda: {"epoch": 3, "acc": 0.9}), said="it has only 'epoch'"),

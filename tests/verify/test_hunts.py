@@ -70,7 +70,7 @@ FEW = (
     "a.pt, state_dict, module.", "a.safetensors, bare, model.", "a.pth, before PyTorch 1.6, "
     "state_dict, net.", "code beside the weights", "code in place of one weight",
     "tied weights, saved once", "only an optimizer", "8-bit integers", "no --model, .pt",
-    "the first half of a .pt", "a web page",
+    "the first half of a .pt", "a web page", "a tensor in two parts", "tied weights that differ",
 )  # fmt: skip
 
 
