@@ -206,6 +206,28 @@ def shown(value: Any, rounding: str = "nearest") -> str:
     return printable(str(value))
 
 
+def within(radius: float) -> str:
+    """Format a radius within which something is proved, with four decimals, rounded down.
+
+    Example:
+        >>> within(72 / 255), within(0.3), within(1.99999e-7)
+        ('0.2823', '0.3000', '1.999e-07')
+    """
+    small = 0 < radius < 1e-3
+    return digits(radius, 4, "down") if small else fixed(radius, 4, "down")
+
+
+def key(number: float) -> str:
+    """Name a number so that it can be read back exactly; different numbers have different names.
+
+    Example:
+        >>> key(0.3), key(0.3000001), key(1.0), key(1 / 3)
+        ('0.3', '0.3000001', '1', '0.3333333333333333')
+    """
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
+
+
 def finite(number: float) -> float | None:
     """Return a number, or ``None`` for an infinite one, which JSON does not have."""
     return float(number) if math.isfinite(number) else None

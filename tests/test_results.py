@@ -16,9 +16,15 @@ from torch import nn
 
 from lipbound import Comparison, audit, bracket, certified_accuracy
 from lipbound.network.findings import Audit, LayerReport
+from lipbound.report import figures
+from lipbound.report.certificates import _without
 from lipbound.report.html import number, power
-from lipbound.results import digits, exponent_of_ten, fixed, percent, shown
+from lipbound.report.terminal import training_table
+from lipbound.results import digits, exponent_of_ten, fixed, key, percent, shown
 from lipbound.robust import Evaluation, Plan, evaluate
+from lipbound.robust.attacks.evaluate import CERTIFIED_RADII
+from lipbound.robust.attacks.evaluation import in_balls
+from lipbound.robust.certification import _accuracies
 
 EVIL = "<script>alert(1)</script>\x1b[2J"
 
@@ -155,3 +161,89 @@ def test_the_powers_of_an_audit_are_not_below_its_numbers():
     assert str(found).count("(10^2.01)") == 2
     assert "bound 10<sup>2.1</sup>" in found._page()
     assert "product 10<sup>2.1</sup>" in found._page()
+
+
+def constant(bias):
+    """A network with the same logits everywhere, and its audit."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.copy_(torch.tensor(bias))
+    return model, audit(model, (1, 2, 2), search=0)
+
+
+@pytest.mark.parametrize("labels", [[1, 1, 1], [0, 1, 1], [0, 2, 0]])
+def test_infinite_radii_are_plain_data_and_drawn(labels):
+    model, bounds = constant([0.0, 1.0, 0.0])
+    images, labels = torch.rand(3, 1, 2, 2), torch.tensor(labels)
+    share = float((labels == 1).double().mean())
+    proved = certified_accuracy(model, bounds, [(images, labels)], (0.1,))
+    assert proved.accuracy == (share,)
+    assert [proved.curve()[0], proved.curve()[-1]] == [[0.0, share], [1.0, share]]
+    assert proved.histogram()["infinite"] == 3 * share
+    record = _accuracies(proved)
+    assert json.loads(json.dumps(record, allow_nan=False))
+    figures.radii_axes(record)
+    figures.class_radii_axes(record)
+    plan = Plan(radius=0.1, iterations=2, restarts=1)
+    found = evaluate(model, images, labels, plan, audit=bounds)
+    plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert plain["median_certified_radius"] == (None if share else 0)
+    line = figures.attack_axes([plain]).axes[1].lines[-1]
+    assert {*line.get_ydata()} == {share}
+
+
+def test_finite_and_infinite_radii_together():
+    radii = torch.tensor([0.0, 2.0, 1.0, math.inf], dtype=torch.float64)
+    zeros = torch.zeros(4, dtype=torch.long)
+    found = replace(
+        RESULTS["accuracy"], certified=radii, labels=zeros, predictions=zeros, classes=1
+    )
+    assert found.curve(2) == [[0.0, 0.75], [1.0, 0.5], [2.0, 0.25]]
+    counts = found.histogram(2)
+    assert counts == {"edges": [0.0, 1.0, 2.0], "by_class": [[1, 1]], "infinite": 1}
+    record = {"images": 4, "histogram": counts}
+    assert "2 images with a finite radius above 0; 1 have an infinite" in _without(record)
+
+
+def test_a_certificate_above_the_clean_accuracy_is_a_contradiction():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 2)).eval()
+    with torch.no_grad():  # a tie in float32, which 1e8 + 1 is not in float64
+        model[1].weight.zero_()[1, 0] = 1
+        model[1].bias.fill_(1e8)
+    images, labels = torch.ones(1, 1, 2, 4), torch.tensor([1])
+    plan = Plan(ball="l2", radius=3.0, iterations=3, restarts=1)
+    bounds = audit(model, (1, 2, 4), search=0)
+    found = evaluate(model, images, labels, plan, audit=bounds, curves=False, doubts=False)
+    assert found["clean"]["accuracy"] == 0
+    assert found["certified"][key(36 / 255)]["accuracy"] == 1
+    said = "1 images are certified with an L2 radius above 0.1411, but the network misclassifies"
+    assert said in found["contradictions"][0]
+    assert "arithmetic='float32'" in found["contradictions"][0]
+
+
+@pytest.mark.parametrize("radii", [(1e-7, 2e-7), (0.3, 0.3000001), (72 / 255, 72 / 255 + 1e-12)])
+def test_close_radii_have_different_names_that_are_read_back_exactly(radii):
+    model, bounds = constant([0.0, 1.0, 0.0])
+    batch = torch.rand(2, 1, 2, 2), torch.tensor([1, 0])
+    proved = _accuracies(certified_accuracy(model, bounds, [batch], radii))
+    assert tuple(map(float, proved["certified"])) == radii
+    plan = Plan(("cw-projected",), "l2", radii=radii, searches=1, search_steps=1)
+    found = evaluate(model, *batch, plan, audit=bounds, curves=False, doubts=False)
+    assert [r for _, _, r, _ in in_balls(found)] == [*radii]
+
+
+def test_certified_radii_are_shown_rounded_down(capsys):
+    proved = replace(RESULTS["accuracy"], radii=(36 / 255, 72 / 255))
+    assert [row["L2 radius"] for row in proved.texts(proved.rows())][1:] == ["0.14117", "0.28235"]
+    attacked = RESULTS["attack"]
+    names = [row["attack"] for row in attacked.rows()]
+    assert {"no attack, l2 0.1411", "no attack, l2 0.2823", "no attack, l2 1.0000"} <= {*names}
+    assert tuple(map(float, attacked["certified"])) == CERTIFIED_RADII
+    shares = {"test_accuracy": 0.5, "test_pgd_accuracy": None, "log10_product": 1.0}
+    shares |= {"certified_accuracy": 0.99996, "certified_radius": 72 / 255}
+    training_table([{"arm": "a", "stopped": "", "step_ms": 1.0, "best": shares, "final": shares}])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "99.9 %" in text
+    assert "100.0 %" not in text
+    assert "the L2 radius 0.2823. PGD" in text

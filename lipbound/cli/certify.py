@@ -105,7 +105,7 @@ def certify(
     if json_:
         echo(json.dumps(record, indent=1))
     else:
-        certificate_table(record, radii)
+        certificate_table(record)
     if out is not None:
         append(out, record)
         typer.echo(f"wrote {out}", err=True)
@@ -117,7 +117,7 @@ def certify(
     if html is not None:
         from lipbound.report.certificates import certificate_page
 
-        write(html, certificate_page(record, radii).encode())
+        write(html, certificate_page(record).encode())
         typer.echo(f"wrote {html}", err=True)
     if record["lipschitz"] is None:
         say("there is no bound of the network, so nothing is certified")

@@ -59,8 +59,8 @@ class CertifiedAccuracy(Result):
             found.append({"L2 radius": radius, "accuracy": share, "worst class": min(classes)})
         return found
 
-    rounding: ClassVar[Mapping[str, str]] = {"accuracy": "down", "worst class": "down"}
-    shares: ClassVar[frozenset[str]] = frozenset(rounding)
+    shares: ClassVar[frozenset[str]] = frozenset({"accuracy", "worst class"})
+    rounding: ClassVar[Mapping[str, str]] = dict.fromkeys(("L2 radius", *shares), "down")
 
     def summary(self) -> list[str]:
         """Say what is certified, and for how many images only rounding prevents it."""
@@ -86,28 +86,41 @@ class CertifiedAccuracy(Result):
 
     @property
     def median_radius(self) -> float:
-        """Return the median radius of the images that are classified correctly; 0 without any."""
+        """Return the median radius of the images that are classified correctly; 0 without any.
+
+        It is ∞ if the network is constant.
+        """
         right = self.certified[self.predictions == self.labels]
         return float(right.median()) if len(right) else 0.0
 
     def curve(self, points: int = 60) -> list[list[float]]:
-        """Return pairs of a radius and its certified accuracy, up to the largest radius."""
-        most = float(self.certified.max())
-        radii = [most * place / points for place in range(points + 1)]
+        """Return pairs of a radius and its certified accuracy, up to the largest finite radius.
+
+        Where no radius is finite and positive, it goes up to 1.
+        """
+        radii = [self._most * (place / points) for place in range(points + 1)]
         return [[radius, float((self.certified > radius).double().mean())] for radius in radii]
 
-    def histogram(self, bins: int = 30) -> dict[str, list[Any]]:
-        """Count the images of each class by their radius; those with the radius 0 are left out.
+    def histogram(self, bins: int = 30) -> dict[str, Any]:
+        """Count the images of each class by their radius, without those of radius 0 or ∞.
 
         Returns:
-            ``edges`` of the bins, and ``by_class``, the counts of each class.
+            ``edges`` of the bins, ``by_class``, the counts of each class, and ``infinite``, the
+            number of images with the radius ∞, which those of a constant network have.
         """
-        edges = torch.linspace(0, float(self.certified.max()) or 1.0, bins + 1, dtype=torch.float64)
+        edges = torch.linspace(0, self._most, bins + 1, dtype=torch.float64)
         places = (torch.bucketize(self.certified.double(), edges) - 1).clamp(0, bins - 1)
-        kept = self.certified > 0
+        finite = self.certified.isfinite()
+        kept = finite & (self.certified > 0)
         cells = (self.labels * bins + places)[kept]
         counts = torch.bincount(cells, minlength=bins * self.classes).reshape(-1, bins)
-        return {"edges": edges.tolist(), "by_class": counts.tolist()}
+        infinite = int((~finite).sum())
+        return {"edges": edges.tolist(), "by_class": counts.tolist(), "infinite": infinite}
+
+    @property
+    def _most(self) -> float:
+        """Return the largest finite radius; 1 if none is positive."""
+        return max((r for r in self.certified.tolist() if r < math.inf), default=0.0) or 1.0
 
     def by_class(self, radius: float) -> list[float]:
         """Return the certified accuracy of every class; NaN for a class without images."""

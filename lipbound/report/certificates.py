@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from lipbound.report.figures import certificate_axes, class_radii_axes, radii_axes
 from lipbound.report.html import picture, render, table
 from lipbound.report.terminal import Record, Screen, echo, titled
-from lipbound.results import digits, percent
+from lipbound.results import digits, percent, within
 from lipbound.robust.attacks.evaluation import title_of
 
 HEADINGS = (
@@ -17,12 +16,12 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def certificate_table(record: Record, radii: Iterable[float]) -> None:
+def certificate_table(record: Record) -> None:
     """Print certified accuracies with intervals, beside the accuracy under attack."""
     table = titled(title_of(record))
     for name in _headings(record):
         table.add_column(name, justify="right", no_wrap=True)
-    for cells in certificate_rows(record, radii):
+    for cells in certificate_rows(record):
         table.add_row(*cells)
     Screen().show(table)
     for sentence in certificate_words(record):
@@ -33,9 +32,8 @@ def _headings(record: Record) -> tuple[str, ...]:
     return HEADINGS if record.get("attacked") else HEADINGS[:-2]
 
 
-def certificate_rows(record: Record, radii: Iterable[float]) -> list[list[str]]:
+def certificate_rows(record: Record) -> list[list[str]]:
     """Return radius, certified accuracy, interval, worst class, and both for attacked images."""
-    names = {f"{radius:.6f}": radius_name(radius) for radius in radii}
     count = len(_headings(record))
     rows = [_row("0 (clean)", record["clean"], "nearest", "", "", "")[:count]]
     for radius, found in record["certified"].items():
@@ -45,20 +43,20 @@ def certificate_rows(record: Record, radii: Iterable[float]) -> list[list[str]]:
         if attack:
             both = [percent(attack["accuracy"]), percent(attack["proved"], "down")]
         worst = percent(worst, "down")
-        rows.append(_row(names[radius], found, "down", worst, *both)[:count])
+        rows.append(_row(radius_name(float(radius)), found, "down", worst, *both)[:count])
     return rows
 
 
 def radius_name(radius: float) -> str:
-    """Name a radius, as a number of grey levels if it is one.
+    """Name a radius, as a number of grey levels if it is one, else rounded down.
 
     Example:
         >>> radius_name(36 / 255), radius_name(0.25)
-        ('36/255 (0.1412)', '0.2500')
+        ('36/255 (0.1411)', '0.2500')
     """
     levels = round(255 * radius)
-    whole = levels > 0 and abs(radius - levels / 255) <= 1e-9
-    return f"{levels}/255 ({radius:.4f})" if whole else f"{radius:.4f}"
+    whole = levels > 0 and 0 <= radius - levels / 255 <= 1e-9
+    return f"{levels}/255 ({within(radius)})" if whole else within(radius)
 
 
 def _row(name: str, found: Record, rounding: str, *others: str) -> list[str]:
@@ -81,8 +79,8 @@ def certificate_words(record: Record) -> list[str]:
     ]
     if record.get("rounding") is not None:
         words.append(
-            f"Rounding changes the logits by at most {record['rounding']:.1e} (L2, median over the "
-            f"images). {_lost(record['lost_to_rounding'])}"
+            f"Rounding changes the logits by at most {digits(record['rounding'], 2, 'up')} (L2, "
+            f"median over the images). {_lost(record['lost_to_rounding'])}"
         )
     if record["arithmetic"].startswith("the network as it runs"):
         words.append(
@@ -98,8 +96,8 @@ def certificate_words(record: Record) -> list[str]:
         for radius, one in attacked.items():
             if one["accuracy"] < one["proved"]:
                 words.append(
-                    f"contradiction: at the radius {float(radius):.4g} the attack left "
-                    f"{percent(one['accuracy'])} of the images right, but "
+                    f"contradiction: at the radius {digits(float(radius), 4, 'down')} the attack "
+                    f"left {percent(one['accuracy'])} of the images right, but "
                     f"{percent(one['proved'], 'down')} are proved, so the bound or the attack is "
                     f"wrong, or the rounding of float32 misclassified them"
                 )
@@ -112,10 +110,10 @@ def _lost(count: int) -> str:
     return f"{count} correct images have the radius 0 only because of rounding."
 
 
-def certificate_page(record: dict[str, Any], radii: Iterable[float]) -> str:
+def certificate_page(record: dict[str, Any]) -> str:
     """Return the HTML page of a record of :func:`lipbound.robust.certification.certification`."""
     names, shares = _headings(record), record["certified"]
-    rows = [dict(zip(names, row, strict=True)) for row in certificate_rows(record, radii)]
+    rows = [dict(zip(names, row, strict=True)) for row in certificate_rows(record)]
     said = certificate_words(record)
     folded = {}
     pictures = {"Accuracy over the radius": picture(certificate_axes(record))}
@@ -146,7 +144,10 @@ def _numbers(radius: str, found: Record) -> dict[str, Any]:
 
 def _without(record: Record) -> str:
     positive = sum(map(sum, record["histogram"]["by_class"]))
+    infinite = record["histogram"]["infinite"]
+    more = f"{infinite} have an infinite radius and are left out, and " if infinite else ""
     return (
-        f"The histograms show the {positive} images with a radius above 0; the other "
-        f"{record['images'] - positive} are misclassified or have the radius 0."
+        f"The histograms show the {positive} images with a {'finite ' if infinite else ''}radius "
+        f"above 0; {more}the other {record['images'] - positive - infinite} are misclassified or "
+        f"have the radius 0."
     )

@@ -220,7 +220,7 @@ def _over_radius(
     right = max(axes.get_xlim()[1] if len(axes.lines) > 1 else 0.0, 1.05 * max(radii))
     if "certified_curve" in record:
         proved = record["certified_curve"][ball]
-        proved = [*proved, [max(right, proved[-1][0]), 0.0]]  # beyond the largest radius
+        proved = [*proved, [max(right, proved[-1][0]), proved[-1][1]]]  # beyond the last one
         label = "" if "proved" in axes.get_legend_handles_labels()[1] else "proved"
         axes.plot(*zip(*proved, strict=True), "--", color=colour, lw=1.2, label=label)
     axes.set(ylabel="accuracy", ylim=(0, 1), xlim=(0, right or None))

@@ -17,7 +17,7 @@ from rich.table import Table
 from lipbound.files import printable
 from lipbound.network.findings import Audit, geometry
 from lipbound.report.progress import Stage, bar
-from lipbound.results import Result, fixed, shown
+from lipbound.results import Result, fixed, percent, shown, within
 
 Record = dict[str, Any]
 
@@ -191,18 +191,18 @@ def training_table(summaries: Sequence[Record]) -> None:
         for which in ("best", "final"):
             found = row[which]
             for name in ("test_accuracy", "test_pgd_accuracy"):
-                cells.append("" if found[name] is None else f"{100 * found[name]:.1f} %")
+                cells.append("" if found[name] is None else percent(found[name]))
             cells.append(f"10^{fixed(found['log10_product'], 2, 'up')}")
         if proved:
             share = row["final"].get("certified_accuracy")
-            cells.append("" if share is None else f"{100 * share:.1f} %")
+            cells.append("" if share is None else percent(share, "down"))
         table.add_row(escape(row["arm"]), *cells, f"{row['step_ms']:.1f}")
     Screen().show(table)
     if len(proved) == 1:
         echo(
             f"certified: test images that are proved to keep their right class at every point "
-            f"within the L2 radius {proved.pop():.4f}. PGD attacks in the norm and radius of the "
-            f"settings (by default L∞), so it may be below."
+            f"within the L2 radius {within(proved.pop())}. PGD attacks in the norm and radius of "
+            f"the settings (by default L∞), so it may be below."
         )
 
 

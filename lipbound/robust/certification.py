@@ -14,7 +14,7 @@ from lipbound.files import provenance
 from lipbound.network.accuracy import CertifiedAccuracy, certified_accuracy
 from lipbound.network.audits import audit
 from lipbound.network.kernels import ordinary_kernels
-from lipbound.results import finite
+from lipbound.results import finite, key
 from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.training.trained import Trained
@@ -97,7 +97,7 @@ def certification(
         say("attack")
         first = _batch(images, 0, attacked, device)
         record["attacked"] = {
-            f"{radius:.6f}": {
+            key(radius): {
                 **_attacked(model, first, radius, batch, progress),
                 "proved": float((found.certified[:attacked] > radius).double().mean()),
             }
@@ -119,13 +119,13 @@ def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:
         "images": len(right),
         "clean": accuracy(right),
         "certified": {
-            f"{radius:.6f}": {
+            key(radius): {
                 **accuracy(found.certified > radius),
                 "by_class": [None if math.isnan(s) else s for s in found.by_class(radius)],
             }
             for radius in found.radii
         },
-        "median_radius": found.median_radius,
+        "median_radius": finite(found.median_radius),
         "curve": found.curve(),
         "histogram": found.histogram(),
     }

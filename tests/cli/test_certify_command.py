@@ -34,7 +34,7 @@ def test_the_table_says_what_the_training_proved(trained, monkeypatch, capsys):
     assert code == 0
     share = f"{100 * summary['final']['certified_accuracy']:.1f} %"
     line = next(line for line in text.splitlines() if line.strip().startswith("36/255"))
-    assert line.split()[1] == "(0.1412)"
+    assert line.split()[1] == "(0.1411)"
     assert share in line
     assert "real arithmetic, after subtracting the rounding of float64 logits" in text
 
@@ -94,7 +94,7 @@ def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
     assert code == 0
     record = json.loads(text)
     assert [record] == list(read(tmp_path / "record.jsonl"))
-    assert list(record["certified"]) == ["0.200000", "0.001000"]
+    assert list(record["certified"]) == ["0.2", "0.001"]
     for radius, found in record["certified"].items():
         assert len(found["by_class"]) == 10
         assert found["accuracy"] <= record["clean"]["accuracy"]
@@ -113,7 +113,7 @@ def test_record_figure_and_page(trained, monkeypatch, capsys, tmp_path):
     edges = torch.tensor(record["histogram"]["edges"])
     assert (edges[1:] > edges[:-1]).all()
     assert f"show the {counts.sum()} images with a radius above 0" in page
-    attacked = record["attacked"]["0.200000"]
+    attacked = record["attacked"]["0.2"]
     said = " ".join(certificate_words(record))
     assert "contradiction" not in said
     attacked["accuracy"] = attacked["proved"] - 0.01
@@ -125,17 +125,20 @@ def test_classes_without_images_are_null(trained, monkeypatch, capsys, tmp_path)
     code, text, _ = run(monkeypatch, capsys, *few, "--json")
     assert code == 0
     record = json.loads(text, parse_constant=pytest.fail)
-    assert None in record["certified"]["0.141176"]["by_class"]
+    assert None in record["certified"][str(36 / 255)]["by_class"]
     assert run(monkeypatch, capsys, *few, "--html", str(tmp_path / "page.html"))[0] == 0
 
 
 @pytest.mark.parametrize(
     ("radius", "name"),
     [
-        (36 / 255, "36/255 (0.1412)"),
-        (0.141176, "0.1412"),
+        (36 / 255, "36/255 (0.1411)"),
+        (72 / 255, "72/255 (0.2823)"),
+        (0.141176, "0.1411"),
+        (0.141176470, "0.1411"),
         (1.0, "255/255 (1.0000)"),
-        (1e-12, "0.0000"),
+        (1e-7, "1e-07"),
+        (2e-7, "2e-07"),
     ],
 )
 def test_radii_are_named_as_they_are_asked_for(radius, name):

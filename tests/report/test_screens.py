@@ -63,7 +63,7 @@ def pages(tmp_path_factory):
     record = certification(network, (images, labels), [0.02, 0.05], torch.device("cpu"),
                            attacked=20)  # fmt: skip
     record["data"] = "digits"
-    (folder / "certify.html").write_text(certificate_page(record, [0.02, 0.05]))
+    (folder / "certify.html").write_text(certificate_page(record))
     plan = Plan(("pgd",), "l2", 0.05, iterations=5, restarts=2)
     bounds = audit(model, (1, 8, 8), search=0)
     found = evaluate(model, images / 255, labels, plan, audit=bounds, jacobians=20)

@@ -198,7 +198,8 @@ def _fit(cells: list[dict[str, Any]]) -> str:
 
 def certified(final: dict[str, Any]) -> float | None:
     """Return the share of images whose L2 ball of radius 36/255 the bound certifies."""
-    return (final.get("certified") or {}).get("0.1412", {}).get("accuracy")
+    found = {round(float(r), 4): one for r, one in (final.get("certified") or {}).items()}
+    return found.get(round(36 / 255, 4), {}).get("accuracy")
 
 
 def peak(cell: dict[str, Any]) -> float | None:

@@ -15,6 +15,7 @@ from lipbound.modules import in_eval
 from lipbound.network.accuracy import certified_accuracy
 from lipbound.network.findings import Audit
 from lipbound.network.jacobian import norms_by_rows
+from lipbound.results import digits, finite, key
 from lipbound.robust.attacks.doubts import doubt
 from lipbound.robust.attacks.evaluation import Evaluation, in_balls
 from lipbound.robust.attacks.pgd import Found, ascent, margin, perturbation_norms
@@ -161,6 +162,16 @@ def _certified(
     found = certified_accuracy(model, audit, batches, CERTIFIED_RADII)
     widest = {"linf": math.sqrt(on.images[0].numel()), "l2": 1.0}
     contradictions = []
+    least = min(found.radii)
+    wrong = int(((found.certified > least) & ~outcomes(record["clean"])).sum())
+    if wrong:
+        contradictions.append(
+            f"{wrong} images are certified with an L2 radius above {digits(least, 4, 'down')}, but "
+            f"the network misclassifies them without any attack. The certificates speak of real "
+            f"arithmetic, so rounding in the network's own arithmetic can be the reason; "
+            f"certify(..., arithmetic='float32') and lipbound certify --arithmetic float32 include "
+            f"it"
+        )
     for name, ball, radius, attacked in in_balls(record):
         # an attack may leave its ball by this much, see lipbound.robust.attacks.recheck.valid
         kept = found.certified > widest[ball] * (radius * (1 + 1e-5) + 1e-7)
@@ -168,17 +179,17 @@ def _certified(
         count = int((kept & ~outcomes(attacked)).sum())
         if count:
             contradictions.append(
-                f"{name} broke {count} images in the {ball} ball of radius {radius:.4g} that are "
-                f"certified there, so the bound or the attack is wrong, or the rounding of "
-                f"float32 misclassified them"
+                f"{name} broke {count} images in the {ball} ball of radius "
+                f"{digits(radius, 4, 'down')} that are certified there, so the bound or the attack "
+                f"is wrong, or the rounding of float32 misclassified them"
             )
     return {
-        "certified": {f"{r:.4f}": accuracy(found.certified > r) for r in found.radii},
+        "certified": {key(r): accuracy(found.certified > r) for r in found.radii},
         "certified_curve": {
             ball: [[radius / wide, share] for radius, share in found.curve()]
             for ball, wide in widest.items()
         },
-        "median_certified_radius": found.median_radius,
+        "median_certified_radius": finite(found.median_radius),
         "contradictions": contradictions,
     }
 
@@ -220,7 +231,7 @@ def _against_radius(on: Engine, examples: Examples) -> dict[str, Any]:
             continue
         found = strongest(on, examples.images, examples.labels, radius, **few)
         broken = valid(on.model, found, examples, on.plan.ball, radius, on.plan.batch)
-        curve[f"{radius:.6g}"] = accuracy(~broken)
+        curve[key(radius)] = accuracy(~broken)
     return curve
 
 
@@ -248,7 +259,7 @@ def _against_steps(
         found = ATTACKS["cw"](fewer, examples.images, examples.labels)
         curve[steps] = _reported("cw", found, fewer, examples)
     curve[on.plan.search_steps] = whole
-    radii = [f"{radius:g}" for radius in sorted(on.plan.radii)]
+    radii = list(map(key, sorted(on.plan.radii)))
     return {str(m): {r: found[r]["accuracy"] for r in radii} for m, found in curve.items()}
 
 
@@ -266,7 +277,7 @@ def _reported(name: str, found: Found, on: Engine, examples: Examples) -> dict[s
         sizes = torch.where(mistakes, 0.0, perturbation_norms(found.images, examples.images, "l2"))
         sizes = torch.where(broken, sizes, math.inf)
         for radius in sorted(plan.radii):
-            result[f"{radius:g}"] = accuracy(sizes > radius * (1 + 1e-5))
+            result[key(radius)] = accuracy(sizes > radius * (1 + 1e-5))
         middle = float(sizes.median())
         result["median_norm"] = middle if name == "cw" and math.isfinite(middle) else None
         return result

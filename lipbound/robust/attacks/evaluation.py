@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
-from lipbound.results import Result
+from lipbound.results import Result, digits, within
 
 
 def title_of(record: Mapping[str, Any]) -> str:
@@ -69,10 +69,13 @@ class Evaluation(Result, dict[str, Any]):
         for name, ball, radius, one in in_balls(self):
             if name in plan["attacks"]:
                 budget = f", {plan['iterations']}×{plan['restarts']}" if name == "pgd" else ""
-                found.append(_row(f"{name} {ball} {radius:.4g}{budget}", one, proved))
+                found.append(
+                    _row(f"{name} {ball} {digits(radius, 4, 'down')}{budget}", one, proved)
+                )
         for radius, one in self.get("certified", {}).items():
+            name = f"no attack, l2 {within(float(radius))}"
             row = dict.fromkeys(found[0])
-            found.append(row | {"attack": f"no attack, l2 {radius}", "certified": one["accuracy"]})
+            found.append(row | {"attack": name, "certified": one["accuracy"]})
         return found
 
     def summary(self) -> list[str]:
