@@ -143,8 +143,9 @@ def spectrum(layer: Layer, samples: int | None = None, **geometry: object) -> Sp
     Args:
         layer: ``nn.Conv*d``, ``nn.ConvTranspose*d``, ``nn.Linear``, or a weight tensor with its
             geometry as options.
-        samples: Grid points per frequency axis; by default 32 per unit of degree, or fewer for
-            layers with many channels.
+        samples: Grid points per frequency axis. The default is 16 for each tap on the axis after
+            the first, and at least 32; it is less for layers with many channels. A stride divides
+            the number of taps.
         geometry: Options of a bare kernel.
 
     Returns:

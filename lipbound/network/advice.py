@@ -72,7 +72,8 @@ def advice(audit: Audit) -> list[str]:
         for row, _ in plain[:count]
     ]
     said = [
-        f"Half of the product of the norms above 1, without BatchNorm, comes from {count} of "
+        f"Half of the logarithm of the product of the norms above 1, without BatchNorm, comes "
+        f"from {count} of "
         f"{len(plain)} layers: "
         f"{_some(names)}."
     ]

@@ -106,7 +106,10 @@ class Comparison(Result):
             if alone:
                 more = f" and {len(alone) - MOST} more" if len(alone) > MOST else ""
                 lines.append(f"only in {side}: {', '.join(alone[:MOST])}{more}")
-        return lines
+        notes = {side: [one for one in audit.note.split("; ") if one] for side, audit in both}
+        alike = [one for one in notes["A"] if one in notes["B"]]
+        own = [f"{side}: {one}" for side in notes for one in notes[side] if one not in alike]
+        return [*lines, *alike, *own]
 
     def to_dict(self) -> dict[str, Any]:
         """Return both audits, and their layers and blocks side by side, as plain data."""

@@ -77,6 +77,10 @@ def report(record: dict[str, Any]) -> str:
     heads = ["kernel", "of", "bound", "its value", *(f"Γ({n})" for n in sizes), "the paper"]
     return f"""## Figure 2: the gap Γ(n)
 
+Γ(n) is the difference between a bound for all input sizes and the largest singular value at n×n
+inputs. LipBound has S = 1024 frequencies per axis here. PolyGrid is LipBound as published, on a
+coarse grid without a proof.
+
 ![The gap between bounds and σ1 against the input size](fig2.svg)
 
 {table(heads, rows)}

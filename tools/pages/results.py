@@ -137,7 +137,7 @@ def reproduced(name: str, folder: Path) -> str:
 
 
 EARLIER = (
-    "On a processor, ResNet-32 and ResNet-44 were measured when the multipliers between stages were "
+    "On a CPU, ResNet-32 and ResNet-44 were measured when the multipliers between stages were "
     "still diagonal. Now they are matrices, which lowered the bound of ResNet-20 from 10^6.76 and "
     "that of ResNet-56 from 10^12.03 to those in the table."
 )
@@ -210,7 +210,7 @@ def reason(run: dict) -> str:
     said = (
         run["reason"].removeprefix("layers only: ").removeprefix("GraphModule cannot be captured: ")
     )
-    return shorten(said.split(",")[0].split(";")[0].strip("."), 90, placeholder=" ...")
+    return shorten(said.split(": ")[0].split(";")[0].strip("."), 90, placeholder=" ...")
 
 
 def public() -> str:

@@ -243,7 +243,7 @@ def folder(folder: Path | None = None) -> Data:
     Images that all have one size of at most 64×64 pixels are held in memory at that size. Others
     are decoded when they are needed, and resized to 224×224.
     """
-    root = _folder(folder, "train/CLASS/*.jpg and val/CLASS/*.jpg")
+    root = _folder(folder, "train/CLASS/ and val/CLASS/ or test/CLASS/ with images")
     place = next((root / n for n in ("val", "test") if (root / n).is_dir()), None)
     if place is None or not (root / "train").is_dir():
         raise ValueError(f"{str(root)!r} must contain the folders train and val (or test)")
