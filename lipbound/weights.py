@@ -11,7 +11,7 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ def _read(path: Path, say: Say) -> dict[str, Tensor]:
         )
     _refuse_other_content(path)
     content: Any = _safetensors(path) if _is_safetensors(path) else _pickled(path, say)
-    tensors = _tensors(content, say)
+    tensors = _found(path, content, say)
     if not tensors:
         raise ValueError(f"{str(path)!r} holds no weights{_instead(content)}")
     # A few bytes can describe a tensor of any size whose entries share memory.
@@ -296,7 +296,7 @@ def _pickled(path: Path, say: Say) -> Any:
             f"{str(path)!r} is damaged, or no file of weights ({type(error).__name__} {first}); "
             f"none of its code was run. Download or copy it again, or save model.state_dict()"
         ) from None
-    if others and not _tensors(content, silent):
+    if others and not _found(path, content, silent):
         raise ValueError(_objects(path, f"GLOBAL {others[0]}"))
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -312,7 +312,7 @@ def _objects(path: Path, said: str) -> str:
 
 
 class _Refused(ValueError):
-    """Raised for an archive that is not one of weights."""
+    """Raised for a file that does not hold the weights, or not clearly."""
 
 
 def _refuse_program(path: Path) -> None:
@@ -353,8 +353,28 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
+def _found(path: Path, content: Any, say: Say) -> dict[str, Tensor]:
+    """Find the tensors in what a file holds.
+
+    Raises:
+        ValueError: If it is not clear which ones are the weights.
+    """
+    try:
+        return _tensors(content, say)
+    except _Refused as refused:
+        raise ValueError(f"{str(path)!r} {refused}") from None
+    except RecursionError:
+        raise ValueError(
+            f"{str(path)!r} has too many mappings inside one another; save model.state_dict()"
+        ) from None
+
+
 def _tensors(content: Any, say: Say) -> dict[str, Tensor]:
-    """Find the tensors in what a file holds; a mapping that has none is searched for others."""
+    """Find the tensors in what a file holds; a mapping that has none is searched for others.
+
+    Raises:
+        _Refused: If two tensors have one name, or if tensors and mappings of them are mixed.
+    """
     from torch import Tensor
 
     if isinstance(content, Tensor):
@@ -365,23 +385,74 @@ def _tensors(content: Any, say: Say) -> dict[str, Tensor]:
         str(key): value for key, value in content.items()
         if isinstance(value, Mapping) and isinstance(key, str)  # an optimizer's keys are numbers
         and (key in NESTED or any(isinstance(t, Tensor) for t in value.values()))
-        and _tensors(value, silent)
+        and None not in value and any(_inside(value))
     }  # fmt: skip
-    own = {str(name): t for name, t in content.items() if isinstance(t, Tensor)}
+    own = _united((str(name), t) for name, t in content.items() if isinstance(t, Tensor))
     known = [key for key in NESTED if key in inner]
-    if known or (len(inner) == 1 and not own):
-        taken = known[0] if known else next(iter(inner))
-        others = [key for key in inner if key != taken]
-        if others or not known:
-            rest = f", not under {', '.join(map(repr, others))}" if others else ""
-            say(f"took the weights under {taken!r}{rest}")
-        return _tensors(inner[taken], say)
-    if own or not inner:
+    wide = [name for name, t in own.items() if t.ndim > 1]
+    deep = [key for key, value in inner.items() if any(t.ndim > 1 for _, t in _inside(value))]
+    if wide and deep:
+        raise _Refused(
+            f"holds the tensor {wide[0]!r} beside others under {deep[0]!r}; save all weights of "
+            f"the network in one mapping, as model.state_dict() does, and nothing beside it"
+        )
+    if (own and not deep and (wide or not known)) or not inner:
         # An object in place of a tensor could be a weight that would silently be missing.
-        return {} if any(isinstance(value, Foreign) for value in content.values()) else own
-    say(f"joined the weights under {', '.join(map(repr, inner))}")
-    return {
-        f"{key}.{name}": tensor
-        for key, value in inner.items()
-        for name, tensor in _tensors(value, say).items()
-    }
+        if any(isinstance(value, Foreign) for value in content.values()):
+            return {}
+        rest = {key: t for key, t in content.items() if not isinstance(t, Tensor)}
+        found = own
+    elif known or len(inner) == 1:
+        name = known[0] if known else next(iter(inner))
+        others = [key for key in inner if key != name]
+        if others or not known:
+            more = f", not under {', '.join(map(repr, others))}" if others else ""
+            say(f"took the weights under {name!r}{more}")
+        rest = {key: value for key, value in content.items() if key not in inner}
+        found = _tensors(inner[name], say)
+    else:
+        say(f"joined the weights under {', '.join(map(repr, inner))}")
+        rest = {key: value for key, value in content.items() if key not in inner}
+        found = _united(
+            (f"{prefix}.{name}", tensor)
+            for prefix, value in inner.items()
+            for name, tensor in _tensors(value, say).items()
+        )
+    left = [name for name, tensor in _inside(rest) if tensor.ndim > 0] if found else []
+    if left:
+        say(f"left out {len(left)} other tensors such as {left[0]!r}")
+    return found
+
+
+def _united(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors by name.
+
+    Raises:
+        _Refused: If two have the same name.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in named:
+        if name in found:
+            raise _Refused(f"holds two tensors of the name {name!r}; give each a name of its own")
+        found[name] = tensor
+    return found
+
+
+def _inside(content: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors at any depth with their names, except those of an optimizer's state."""
+    from torch import Tensor
+
+    left, seen = [("", content)], set()
+    while left:
+        name, value = left.pop()
+        if isinstance(value, Tensor):
+            yield name, value
+        elif id(value) not in seen:
+            seen.add(id(value))  # a mapping can be in many others, and in itself
+            if isinstance(value, Mapping):
+                optimizer = {"state", "param_groups"} if "param_groups" in value else set()
+                within = [(key, one) for key, one in value.items() if key not in optimizer]
+            else:
+                many = isinstance(value, list | tuple | set | frozenset)
+                within = list(enumerate(value)) if many else []
+            left += [(f"{name}.{key}" if name else str(key), one) for key, one in within[::-1]]

@@ -390,6 +390,12 @@ def untied() -> dict[str, Tensor]:
     return tensors | {"b.weight": tensors["b.weight"] * 100}
 
 
+def endless() -> dict[str, Any]:
+    content: dict[str, Any] = {"epoch": 1, "net": {"0.bias": torch.ones(4)}}
+    content["model"] = content
+    return content
+
+
 def tied() -> dict[str, Tensor]:
     return {k: t for k, t in state(name="Tied").items() if k != "b.weight"}
 
@@ -566,6 +572,18 @@ def special() -> dict[str, Kind]:
         "no --model, optimizer beside the weights": Kind(
             pt(lambda: {"model": state(), "optimizer": optimizer()}), **alone
         ),
+        "no --model, a list of tensors beside the weights": Kind(
+            pt(lambda: state() | {"more": [torch.ones(4, 3, 3, 3)]}),
+            said="left out 1 other tensors such as 'more.0'", **alone,
+        ),
+        "no --model, tensors two mappings deeper": Kind(
+            pt(lambda: state() | {"a": {"b": {"weight": torch.ones(4, 3, 3, 3)}}}),
+            said="left out 1 other tensors such as 'a.b.weight'", **alone,
+        ),
+        "no --model, vectors beside 'model'": Kind(
+            pt(lambda: {"model": state(), "rng_state": torch.get_rng_state()}),
+            said="left out 1 other tensors such as 'rng_state'", **alone,
+        ),
         "no --model, moments by name beside them": Kind(
             pt(lambda: state() | {"0.weight.exp_avg": torch.ones(4, 3, 3, 3)}), **alone
         ),
@@ -688,6 +706,27 @@ def special() -> dict[str, Kind]:
         "the older spectral_norm of a kernel, no --model": Kind(
             pt(lambda: named_kernel(nn.utils.spectral_norm)), "", "holds 'kernel_orig'", options=()
         ),
+        "a tensor beside 'model'": Kind(
+            pt(lambda: {"model": state(), "0.weight": state()["0.weight"] * 100}),
+            said="holds the tensor '0.weight' beside others under 'model'",
+        ),
+        "a tensor beside a mapping, no --model": Kind(
+            pt(lambda: {"backbone": state(), "fc.weight": torch.ones(2, 2, 1, 1)}), "",
+            "holds the tensor 'fc.weight' beside others under 'backbone'", options=(),
+        ),
+        "a mapping inside 'state_dict', no --model": Kind(
+            pt(lambda: {"state_dict": state() | {"net": {"c.weight": torch.ones(2, 2, 1, 1)}}}),
+            "", "beside others under 'net'", options=(),
+        ),
+        "two keys of the same name": Kind(
+            pt(lambda: {0: torch.ones(2, 2, 1, 1), "0": torch.zeros(2, 2, 1, 1)}), "",
+            "two tensors of the name '0'", options=(),
+        ),
+        "two paths of the same name": Kind(
+            pt(lambda: {"a": {"b.c": torch.ones(2, 2)}, "a.b": {"c": torch.ones(2, 2)}}), "",
+            "two tensors of the name 'a.b.c'", options=(),
+        ),
+        "a mapping inside itself": Kind(pt(endless), said="too many mappings"),
         "tied weights that differ": Kind(pt(untied), "Tied", "have different values in the file"),
         "a number under the name of a weight": Kind(
             pt(lambda: state() | {"0.weight.n_averaged": torch.tensor(9.0)}),

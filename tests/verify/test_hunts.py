@@ -71,6 +71,7 @@ FEW = (
     "state_dict, net.", "code beside the weights", "code in place of one weight",
     "tied weights, saved once", "only an optimizer", "8-bit integers", "no --model, .pt",
     "the first half of a .pt", "a web page", "a tensor in two parts", "tied weights that differ",
+    "a tensor beside 'model'", "two keys of the same name",
 )  # fmt: skip
 
 
