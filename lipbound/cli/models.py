@@ -192,7 +192,12 @@ def named_model(name: str, option: str, also: str = "") -> nn.Module:
     if known is not None:
         return known
     if ":" in name:
-        return factory(name)
+        return factory(name, option)
+    if name.endswith(".py"):
+        raise ValueError(
+            f"{option} {name!r} is code; name the function in it that returns the network: "
+            f"{name}:FUNCTION"
+        )
     raise ValueError(
         f"{option} {name!r}: there is no such model; give {also}torchvision:NAME, timm:NAME, "
         f"package.module:FACTORY, path/to/file.py:FACTORY, or one of {', '.join(MODELS)}"
@@ -218,21 +223,25 @@ def own_model(name: str) -> nn.Module | None:
         raise ValueError(f"{library} has no model {kind!r}: {error}") from None
 
 
-def factory(path: str) -> nn.Module:
-    """Import ``package.module:factory`` or ``path/to/file.py:factory``, and call the factory."""
+def factory(path: str, option: str = "--model") -> nn.Module:
+    """Import ``package.module:factory`` or ``path/to/file.py:factory``, and call the factory.
+
+    An error begins with ``option``.
+    """
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(
-            f"--model {path!r} is not of the form package.module:FACTORY or path/to/file.py:FACTORY"
+            f"{option} {path!r} is not of the form package.module:FACTORY or "
+            f"path/to/file.py:FACTORY"
         )
     try:
         with _importable(Path(place).resolve().parent if place.endswith(".py") else Path.cwd()):
             module = _from_file(place) if place.endswith(".py") else importlib.import_module(place)
             model = getattr(module, name)()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"--model {path!r}: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{option} {path!r}: {type(error).__name__}: {error}") from None
     if not isinstance(model, nn.Module):
-        raise ValueError(f"--model {path!r} returned a {type(model).__name__}, not an nn.Module")
+        raise ValueError(f"{option} {path!r} returned a {type(model).__name__}, not an nn.Module")
     return model
 
 

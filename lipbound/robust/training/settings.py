@@ -280,9 +280,10 @@ def settings(arm: str = "at+lipreg", preset: str | None = None, **changes: Any) 
     if arm in ARMS and arm != "certified" and meant in PRESETS and meant.startswith("certified-"):
         raise ValueError(f"preset {preset!r} is for the arm 'certified'; add --arm certified")
     if arm == "certified" and preset is not None and not preset.startswith("certified-"):
-        presets = [name.removeprefix("certified-") for name in PRESETS if "certified-" in name]
-        raise unknown("preset of the arm 'certified'", preset, presets)
-    for kind, name, table in (("arm", arm, ARMS), ("preset", preset, PRESETS)):
+        offered = [name.removeprefix("certified-") for name in PRESETS if "certified-" in name]
+        raise unknown("preset of the arm 'certified'", preset, offered)
+    presets = [name for name in PRESETS if arm == "certified" or "certified-" not in name]
+    for kind, name, table in (("arm", arm, list(ARMS)), ("preset", preset, presets)):
         if name is not None and name not in table:
             raise unknown(kind, name, table)
     chosen = {**(PRESETS[preset] if preset else {}), **ARMS[arm], "arm": arm, **changes}
