@@ -16,7 +16,7 @@ run: $(STAMP) ## Audit the embedded network (audit.html) and train with seven me
 	$(BIN)/lipbound audit demo --html audit.html
 	$(BIN)/lipbound train --arm all --arm certified --preset digits --out runs/digits --resume
 
-test: $(STAMP) ## Run the tests of every promise (7 minutes on 2 cores).
+test: $(STAMP) ## Run the tests of every promise (9 minutes on 2 cores).
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"
 
 test-slow: $(STAMP) ## Run the rest: kills, several processes, other libraries, more kernels.
