@@ -320,12 +320,13 @@ def spectra() -> str:
 
 The quantiles of [`spectrum`](../api/spectrum.md) approach those of SVDs as inputs grow: their mean distance, divided by σ1, is {falls} per axis, averaged over the layers that were measured there.
 
-The theorem is about the limit, and the border of an image is what is missing: its share halves when the size doubles. The table has the mean and the largest distance of the quantiles for the convolutions of a trained ResNet-20, with stride 1 and zero padding, wherever the matrix could be decomposed on this machine ({found[0]["device"]}). The grid has {" × ".join(map(str, found[0]["samples"]))} frequencies.
+The theorem is about the limit, and the border of an image is what is missing: its share halves when the size doubles. The table has the mean and the largest distance of the quantiles for the convolutions of a trained ResNet-20, with stride 1 and zero padding, wherever the matrix could be decomposed in minutes on this machine ({found[0]["device"]}). The grid has {" × ".join(map(str, found[0]["samples"]))} frequencies.
 
 {table(["layer", "kernel", *(f"{n} pixels" for n in sizes)], rows)}
 
 ```sh
 python -m benchmarks.spectra resnet20.safetensors --sizes 8,16,32 --most 4200 --out FILE
+python -m benchmarks.spectra resnet20.safetensors --sizes 64 --most 12288 --out FILE
 ```
 """
 
