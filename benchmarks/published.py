@@ -39,7 +39,7 @@ from verify.interior_point import lipsdp
 INPUTS, NORMS = 4, (0.4, 1.8)  # of the paper's networks, which have one output
 NEURONS = 200  # up to here the interior-point solver takes seconds
 LIPDIFF = {"product": 9.308638302016163, "LipSDP": 4.821720098724499, "LipDiff": 4.9786}
-"""Of another training of the same network, from the README of github.com/z1w/LipDiff."""
+"""Bounds of another training of the same network, from the README of github.com/z1w/LipDiff."""
 
 
 def network(layers: int, width: int) -> nn.Sequential:

@@ -56,7 +56,7 @@ def test_polygrid_is_algorithm_1(shape, samples):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_default_is_close_to_the_bracket(name):
-    """Of a strided layer, polygrid gave 4.00 where the certified end is 1.02."""
+    """On a strided layer the earlier default gave 4.00, where the certified end is 1.02."""
     layer = build(name)
     interval = bracket(layer, 1e-4)
     assert 0.98 * interval.lower <= float(estimate(layer)) <= interval.upper * (1 + 1e-9)

@@ -94,7 +94,7 @@ def reproduce(
     end = None if minutes is None else time.monotonic() + 60 * minutes
     for each in bar(names, "tables and figures"):
         left = None if end is None else max(0.0, end - time.monotonic()) / 60
-        with resumable(bool({each} & {*steps.TRAININGS})):
+        with resumable(each in steps.TRAININGS):
             record = steps.run(each, replace(request, minutes=left))
         steps.save(record, out)
         steps.write_figure(record, out)

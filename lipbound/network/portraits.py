@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from lipbound.bounds import Bracket
 from lipbound.geometry import Layer, convolution
-from lipbound.spectra import Spectrum, sampled, singular_values
+from lipbound.spectra import LARGEST, Spectrum, sampled, singular_values
 from lipbound.symbols import taps
 
 SAMPLES = 32  # points per axis and period
-LARGEST = 1 << 26  # limit for the entries of all symbols together; above it, use fewer points
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ def _trained(
     chosen: Settings, data: Data, out: Path, resume: bool, limits: _Limits
 ) -> dict[str, Any]:
     run = Run(chosen, data, limits.who, limits.stop)  # before the folder is made: it may raise
-    limits.who.agree({**as_dict(chosen), "data": data.fingerprint()})
+    if limits.who.size > 1:  # the fingerprint reads images
+        limits.who.agree({**as_dict(chosen), "data": data.fingerprint()})
     with RunFolder(out, limits.who) as folder:
         state = folder.open(as_dict(chosen), resume)
         if state is not None:
