@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lipbound.bounds import Bracket, bracket
 from lipbound.geometry import Convolution, Layer, convolution
 from lipbound.results import Result, digits, finite
+from lipbound.runtime import in_threads, one_blas_thread
 from lipbound.symbols import evaluate, grid, radians, samples_per_axis, taps
 
 LARGEST = 1 << 26  # limit for the entries of all symbols together; above it, use fewer points
@@ -198,10 +199,25 @@ def singular_values(coefficients: torch.Tensor, frequencies: torch.Tensor) -> to
     groups, rows, columns = coefficients.shape[:3]
     size = max(1, CHUNK // (groups * rows * columns))
     parts = [
-        torch.linalg.svdvals(evaluate(coefficients, part)).transpose(0, 1).flatten(1)
+        _svdvals(evaluate(coefficients, part)).transpose(0, 1).flatten(1)
         for part in frequencies.split(size)
     ]
-    return torch.cat(parts).cpu()
+    return torch.cat(parts)
+
+
+def _svdvals(blocks: torch.Tensor) -> torch.Tensor:
+    """As ``torch.linalg.svdvals``, whose threads wait for each other where other work runs."""
+    if blocks.device.type != "cpu":
+        return torch.linalg.svdvals(blocks).cpu()
+    stack = blocks.flatten(0, 1).numpy()
+    found = np.empty((len(stack), min(stack.shape[1:])))
+
+    def work(part: slice) -> None:
+        found[part] = np.linalg.svd(stack[part], compute_uv=False)
+
+    with one_blas_thread():
+        in_threads(work, len(stack))
+    return torch.from_numpy(found).unflatten(0, blocks.shape[:2])
 
 
 def _fitting(coefficients: torch.Tensor) -> int | None:

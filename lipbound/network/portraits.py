@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from lipbound.bounds import Bracket
 from lipbound.geometry import Layer, convolution
-from lipbound.spectra import LARGEST, Spectrum, sampled, singular_values
+from lipbound.spectra import Spectrum, sampled, singular_values
 from lipbound.symbols import taps
 
 SAMPLES = 32  # points per axis and period
+WORK = 1 << 32  # limit for frequencies × entries × shorter side; above it, use fewer frequencies
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def portrait(layer: Layer, bracket: Bracket) -> Portrait | None:
     groups, rows, columns, *sizes = coefficients.shape
     if math.prod(sizes) == 1:
         return None
-    room = (LARGEST / (groups * rows * columns)) ** (1 / len(sizes))
+    work = groups * rows * columns * min(rows, columns)
+    room = (WORK / work) ** (1 / len(sizes))
     count = max(int(min(SAMPLES, max(8, room))) // 2 * 2, 2 * (max(sizes) // 2 + 1))
     spectrum, heights = sampled(conv, bracket, count)
     axis = np.linspace(-np.pi, np.pi, count + 1)

@@ -165,6 +165,7 @@ def _picture(row: LayerReport) -> dict[str, Any] | None:
         "picture": base64.b64encode(portrait_png(shown)).decode(),
         "median": found.quantile(0.5),
         "condition": found.condition,
+        "samples": " × ".join(map(str, found.samples)),
         "effective_rank": found.effective_rank,
         "above": found.share_above(1.0),
     }

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from zoo import NETWORKS, UNBOUNDED
 
-from lipbound import audit, bracket, symbol
+from lipbound import audit, bracket, spectrum, symbol
 from lipbound.network.audits import audit_weights
 from lipbound.network.portraits import portrait
 from lipbound.report.page import page
@@ -110,3 +110,24 @@ def test_portraits_are_samples_of_the_symbol(layer):
     if layer.weight.ndim < 5:
         np.testing.assert_allclose(shown.heights, np.flip(shown.heights), rtol=1e-4)
     assert portrait(nn.Conv2d(3, 3, 1), found) is None
+
+
+@pytest.mark.parametrize("work", [1 << 32, 1], ids=["full", "coarsest"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_numbers_under_a_picture_are_those_of_the_spectrum(stride, work, monkeypatch):
+    """Two digits of the page hold on the coarsest grid too; the condition is that of its grid."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(24, 24, 3, stride, padding=1)
+    monkeypatch.setattr("lipbound.network.portraits.WORK", work)
+    shown, fine = portrait(layer, bracket(layer)).spectrum, spectrum(layer, 64)
+    assert shown.samples == ((8, 8) if work == 1 else (32, 32))
+    assert shown.quantile(0.5) == pytest.approx(fine.quantile(0.5), rel=0.01)
+    assert shown.effective_rank == pytest.approx(fine.effective_rank, abs=0.005)
+    assert shown.share_above(1.0) == pytest.approx(fine.share_above(1.0), abs=0.005)
+    same = spectrum(layer, shown.samples[0])
+    text = page(audit(nn.Sequential(layer), (24, 8, 8)), "numbers")
+    assert (
+        f"most about {same.quantile(0.5):.2g}, and about {100 * same.share_above(1):.0f} %" in text
+    )
+    grid = " × ".join(map(str, shown.samples))
+    assert f"grid of {grid} frequencies, the condition number is {same.condition:.2g}." in text
