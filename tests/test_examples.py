@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+
+from lipbound.files import read
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("plain_loop", "lightning_module", "factory_model")
+NAMES = ("plain_loop", "lightning_module", "factory_model", "gan")
 
 
 def load(path: Path):
@@ -36,6 +40,42 @@ def test_a_plain_loop():
     free, held = (lipbound.audit(model, (1, 8, 8), search=0).upper for model, _ in networks)
     assert held < 0.8 * free
     assert min(accuracy for _, accuracy in networks) > 0.8
+
+
+GAN = {"steps": 3, "every": 2, "minutes": 1e9, "width": 4, "lr": 1e-3, "scale": 5.0}
+
+
+def gan(arm: str, out: Path, **options):
+    """Train a small GAN on random 8×8 images; return the records and the generator."""
+    example = load(ROOT / "examples" / "gan.py")
+    images = torch.randint(0, 256, (70, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    made = example.train(arm, 0, images.byte(), out, torch.device("cpu"), **{**GAN, **options})
+    return read(out / "steps.jsonl"), made, example
+
+
+@pytest.mark.parametrize("arm", ["lipbound", "spectral_norm", "wgan-gp"])
+def test_a_gan(arm, tmp_path):
+    found, generator, example = gan(arm, tmp_path)
+    assert [one["step"] for one in found] == [2, 3]
+    for one in found:
+        gain = 1.0 if arm == "wgan-gp" else 5.0
+        assert one["product"] == pytest.approx(gain * math.prod(one["layers"]))
+        assert one["gradient"] <= one["constant"] <= one["product"] * 1.001
+        if arm == "lipbound":
+            assert max(one["layers"]) <= 1
+        else:
+            assert max(one["layers"]) > 1.3, "the true norms of convolutions are larger"
+    images = example.sample(generator, 4)
+    assert images.dtype == torch.uint8
+    assert images.shape == (4, 1, 8, 8)
+    kept = torch.load(tmp_path / "generator-3.pt", weights_only=True)
+    same = example.generator_network((1, 8, 8), GAN["width"]).eval()
+    same.load_state_dict(kept)
+    assert torch.equal(example.sample(same, 4), images)
+    again = tmp_path / "again"
+    again.mkdir()
+    (stopped,) = gan(arm, again, steps=999, minutes=0.0)[0]
+    assert (stopped["step"], stopped["losses"]) == (2, found[0]["losses"])
 
 
 @pytest.mark.parametrize(
