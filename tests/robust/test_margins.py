@@ -165,7 +165,7 @@ def test_the_radius_of_the_margin_grows_over_the_ramp():
     run = Run(chosen(**SHIFT, ramp=0.25, margin=0.4), blobs(channels=3), CPU)
     images, labels = run.feed.batch(0)
     for progress, radius in [(0.0, 0.4 / 30), (0.125, 0.4 * 31 / 60), (0.25, 0.4), (1.0, 0.4)]:
-        run.descent.take(images, labels, 1e-6, progress)
+        run.descent.take([(images, labels)], 1e-6, progress)
         assert float(run.descent.radius) == pytest.approx(radius)
 
 

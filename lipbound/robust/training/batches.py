@@ -15,6 +15,8 @@ from lipbound.robust.training.settings import Settings
 
 ORDER, MOVES, START, CHECK = range(4)  # purposes of random numbers
 AFTER = 1 << 40  # added to a step for the random numbers of its second augmentation
+BLOCK = 1 << 24  # most numbers of random starts that are drawn from one seed
+GOLDEN = 0x9E3779B97F4A7C15  # steps of this size modulo 2^63 spread the blocks' seeds
 
 
 class Feed:
@@ -27,8 +29,12 @@ class Feed:
     """
 
     def __init__(self, chosen: Settings, data: Data, who: Team):
-        if chosen.batch % who.size:
-            raise ValueError(f"batch={chosen.batch} is not divisible by {who.size} processes")
+        if chosen.batch % (who.size * chosen.accumulate):
+            parts = f" with {chosen.accumulate} parts each" if chosen.accumulate > 1 else ""
+            processes = "process" if who.size == 1 else "processes"
+            raise ValueError(
+                f"batch={chosen.batch} is not divisible by {who.size} {processes}{parts}"
+            )
         self.chosen, self.data, self.who = chosen, data, who
         count = min(len(data.train), chosen.first or len(data.train))
         held = round(chosen.held_out * count)
@@ -74,22 +80,41 @@ class Feed:
     def pixels(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Move images to the device, with pixels in [0, 1]."""
         device = self.who.device
-        pixels = images.to(device, non_blocking=True).float() / 255
+        pixels = images.to(device, non_blocking=True).to(self.chosen.dtype) / 255
         if device.type == "cuda":
             pixels = pixels.contiguous(memory_format=torch.channels_last)
         return pixels, labels.to(device, non_blocking=True)
 
-    def start(self, images: Tensor, purpose: int, index: int) -> Tensor | None:
-        """Draw random starts of an attack, or return ``None`` if attacks start at the images."""
+    def start(
+        self, images: Tensor, purpose: int, index: int, first: int | None = None
+    ) -> Tensor | None:
+        """Draw random starts of an attack, or return ``None`` if attacks start at the images.
+
+        The numbers depend on the image's place in the whole batch and not on the processes.
+
+        Args:
+            images: Images to attack.
+            purpose: What the random numbers are for.
+            index: Number of the batch.
+            first: Place of the first image in the whole batch. By default the images are this
+                process's part.
+        """
         if not self.chosen.random_start:
             return None
-        draw = torch.Generator(self.who.device)
-        draw.manual_seed(self._seed(purpose, index))
-        # Drawn for the whole batch, so that training does not depend on the number of processes.
-        like = images[:1].expand(len(images) * self.who.size, -1, -1, -1)
-        like = torch.empty_like(like, memory_format=torch.contiguous_format)
-        ball = BALLS[self.chosen.ball]
-        return ball.sample(like, self.chosen.radius, draw)[self.who.mine(len(like))]
+        whole = self.chosen.batch
+        first = self.who.mine(whole).start if first is None else first
+        ball, draw = BALLS[self.chosen.ball], torch.Generator(self.who.device)
+        each = min(whole, max(1, BLOCK // images[0].numel()))  # images of a block
+        parts = []
+        for block in range(first // each, -(-(first + len(images)) // each)):
+            draw.manual_seed((self._seed(purpose, index) + block * GOLDEN) % (1 << 63))
+            place = block * each
+            # A block is drawn whole, because the size decides which number goes where.
+            like = images[:1].expand(min(each, whole - place), -1, -1, -1)
+            like = torch.empty_like(like, memory_format=torch.contiguous_format)
+            found = ball.sample(like, self.chosen.radius, draw)
+            parts.append(found[max(0, first - place) : first + len(images) - place])
+        return torch.cat(parts)
 
     def _seed(self, purpose: int, index: int) -> int:
         return ((self.chosen.seed * 4 + purpose) * 100_000_007 + index) % (1 << 62)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,8 @@ class MarginDescent:
         self.networks, self.who, self.chosen = networks, networks.who, networks.chosen
         self.model, self.images = networks.model, images[:SETTLED]
         self.features, self.head = certifiable(self.model, self.chosen, tuple(images.shape[1:]))
-        rows = torch.randn(self.head.weight.shape, device=self.who.device)
-        self.rows = nn.Parameter(rows)
-        self.log_scale = nn.Parameter(torch.tensor(math.log(4.0), device=self.who.device))
+        self.rows = nn.Parameter(torch.randn_like(self.head.weight))
+        self.log_scale = nn.Parameter(self.rows.new_tensor(math.log(4.0)))
         self.who.share([self.rows])
         self._write_head()
         self.retraction = Retraction(self.model)
@@ -72,20 +71,19 @@ class MarginDescent:
         )  # fmt: skip
         self.rates = [rate / self.chosen.lr for _, rate in groups]
         self.radius = torch.zeros((), device=self.who.device)
-        self.batch: tuple[Tensor, Tensor] | None = None
+        self.parts: list[tuple[Tensor, Tensor]] = []  # where a captured step reads
         captures = cuda and self.chosen.cuda_graphs and self.who.size == 1
         self.repeated: Repeated[tuple[Tensor, Tensor, Tensor]] = Repeated(
             self.who.device if captures else torch.device("cpu")
         )
 
     def take(
-        self, images: Tensor, labels: Tensor, rate: float, progress: float
+        self, parts: Sequence[tuple[Tensor, Tensor]], rate: float, progress: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take a step; return loss, logarithm of the tracked constant, and logits.
 
         Args:
-            images: Pixels in [0, 1].
-            labels: Classes.
+            parts: Pixels in [0, 1] and labels of each part of this process's images.
             rate: Learning rate.
             progress: Share of the training that is over.
         """
@@ -96,25 +94,32 @@ class MarginDescent:
                 group["lr"] = rate * factor
         reached = FIRST + (1 - FIRST) * min(1.0, progress / self.chosen.ramp)
         self.radius.fill_(self.chosen.margin * reached)
-        if self.batch is None:
-            self.batch = torch.empty_like(images), torch.empty_like(labels)
-        for mine, given in zip(self.batch, (images, labels), strict=True):
-            mine.copy_(given)
+        if not self.parts:
+            self.parts = [(torch.empty_like(x), torch.empty_like(y)) for x, y in parts]
+        for mine, given in zip(self.parts, parts, strict=True):
+            mine[0].copy_(given[0])
+            mine[1].copy_(given[1])
         with tf32(True):  # the products of the retraction would take a third of the time
             return self.repeated(self._step)
 
     def _step(self) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.batch is not None
-        images, labels = self.batch
         self.optimizer.zero_grad()
-        logarithm = self.constant()
-        with self.networks.autocast():
-            features = self.features(images)
-        weight = self._weight()
-        logits = functional.linear(features.float(), weight, self.head.bias)
+        logarithm, weight = self.constant(), self._weight()
         constants = pair_constants(logarithm.exp(), weight)
-        loss = LOSSES[self.chosen.loss](logits, labels, constants, self.radius)
-        loss.backward()
+        # Both are shared by all parts, whose gradients meet here before they go on.
+        shared = [tensor.detach().requires_grad_() for tensor in (constants, weight)]
+        losses, scores = [], []
+        for images, labels in self.parts:
+            with self.networks.autocast():
+                features = self.features(images)
+            logits = functional.linear(features.to(weight), shared[1], self.head.bias)
+            loss = LOSSES[self.chosen.loss](logits, labels, shared[0], self.radius)
+            (loss / len(self.parts)).backward()
+            losses.append(loss.detach())
+            scores.append(logits.detach())
+        met = zip((constants, weight), shared, strict=True)
+        used = [(tensor, leaf.grad) for tensor, leaf in met if leaf.grad is not None]
+        torch.autograd.backward([tensor for tensor, _ in used], [slope for _, slope in used])
         self.who.mean(p.grad for p in self.parameters if p.grad is not None)
         self.who.share(b for b in self.model.buffers() if b.is_floating_point())
         self.retraction.project_()
@@ -122,7 +127,7 @@ class MarginDescent:
         self.optimizer.step()
         self.retraction.retract_()
         self._write_head()
-        return loss.detach(), logarithm.detach(), logits.detach()
+        return torch.stack(losses).mean(), logarithm.detach(), torch.cat(scores)
 
     def _weight(self) -> Tensor:
         return functional.normalize(self.rows, dim=1) * self.log_scale.exp()

@@ -28,11 +28,13 @@ class Team:
         device: Device to compute on.
         rank: Number of this process; process 0 writes files and messages.
         size: Number of processes.
+        overlaps: Whether gradients are exchanged during the backward pass, which needs NCCL.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    overlaps: bool = False
 
     @property
     def first(self) -> bool:
@@ -134,9 +136,8 @@ class Team:
     def mean(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors with their mean over all processes.
 
-        DistributedDataParallel would keep the process group alive after the run, and may deadlock:
-        it joins gloo's threads while it holds the interpreter lock, which they may wait for. Its
-        overlap of exchange and backward pass would save little in an adversarial step.
+        This is the way with gloo, where DistributedDataParallel may deadlock: it joins gloo's
+        threads while it holds the interpreter lock, which they may wait for.
         """
         self._at_once(tensors, lambda together: self.sum(together).div_(self.size))
 
@@ -175,7 +176,7 @@ def team(device: str | None = None) -> Iterator[Team]:
     backend = "nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        who = Team(place, dist.get_rank(), dist.get_world_size())
+        who = Team(place, dist.get_rank(), dist.get_world_size(), backend == "nccl")
         yield who
         who.wait()  # leave together: gloo may wait forever for a process that has exited
     finally:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from lipbound.cuda_graphs import Replay
 from lipbound.modules import frozen
@@ -39,7 +41,7 @@ class Networks:
     def __init__(self, chosen: Settings, data: Data, who: Team):
         self.chosen, self.who = chosen, who
         cuda = who.device.type == "cuda"
-        self.model = build(chosen, data).to(who.device)
+        self.model = build(chosen, data).to(who.device, chosen.dtype)
         if cuda:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if chosen.sync_batchnorm:
@@ -50,11 +52,42 @@ class Networks:
                 model.compile(dynamic=False)
         self.replay = Replay() if chosen.cuda_graphs and cuda else None
         who.share(self.model.parameters())
+        self.trained = self._parallel() if who.overlaps else self.model
+
+    def _parallel(self) -> nn.Module:
+        """Return the network in training, whose backward pass exchanges gradients as they come.
+
+        What it computes is defined by the plain way: a backward pass, then :meth:`mean_`.
+        """
+        own = "broadcast_buffers"  # its name before PyTorch 2.13
+        if "forward_sync_buffers" in signature(DistributedDataParallel).parameters:
+            own = "forward_sync_buffers"
+        options: dict[str, Any] = {own: False, "gradient_as_bucket_view": True}
+        parallel = DistributedDataParallel(self.model, **options)
+        if self.chosen.compile:  # the wrapper too: dynamo then splits the graph at the buckets
+            parallel.compile(dynamic=False)
+        return parallel
 
     @property
     def evaluated(self) -> nn.Module:
         """The network to evaluate: the averaged one if there is one."""
         return self.model if self.average is None else self.average
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether backward passes exchange the gradients."""
+        return isinstance(self.trained, DistributedDataParallel)
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Do not exchange the gradients of backward passes in this context."""
+        if isinstance(self.trained, DistributedDataParallel):
+            return self.trained.no_sync()
+        return contextlib.nullcontext()
+
+    def mean_(self, parameters: Iterable[Tensor]) -> None:
+        """Overwrite the gradients with their mean over all processes, where this is still to do."""
+        if not self.overlaps:
+            self.who.mean(p.grad for p in parameters if p.grad is not None)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         half = self.chosen.precision == "bfloat16"
@@ -100,7 +133,7 @@ class Networks:
         with self.autocast():
             logits: Tensor = self.model(images)
         self.model.train(before)
-        return logits.float().softmax(1)
+        return logits.to(self.chosen.dtype).softmax(1)
 
     @torch.no_grad()
     def follow(self, images: Tensor, step: int) -> None:

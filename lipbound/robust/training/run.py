@@ -6,6 +6,7 @@ checkpoint holds the rest. A resumed run is therefore equal to one that was not 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
@@ -28,11 +29,12 @@ from lipbound.robust.training.distributed import Team
 from lipbound.robust.training.margins import certified_radii
 from lipbound.robust.training.networks import Networks, Stopped, measure
 from lipbound.robust.training.settings import Settings, as_dict
-from lipbound.robust.training.weight_perturbation import perturbed
+from lipbound.robust.training.weight_perturbation import moved, uphill
 
 __all__ = ["Run", "Stopped", "Watcher", "penalty_of"]
 
 PARTS = 1_000_000  # into which a schedule divides a training of given minutes
+Parts = Sequence[tuple[Tensor, Tensor]]  # images and labels of each part of a step
 FIRST = 4  # steps in which code is compiled; they do not count in a training of given minutes
 
 
@@ -56,7 +58,7 @@ class Descent:
 
     def __init__(self, networks: Networks, penalty: Penalty | None = None):
         self.networks, self.who, self.chosen = networks, networks.who, networks.chosen
-        self.penalty = penalty
+        self.penalty, self.none = penalty, torch.zeros((), device=self.who.device)
         self.parameters: list[Tensor] = list(networks.model.parameters())
         self.optimizer = torch.optim.SGD(
             self.parameters,
@@ -67,14 +69,15 @@ class Descent:
             fused=self.who.device.type == "cuda",
         )
 
-    def take(
-        self, images: Tensor, labels: Tensor, rate: float, progress: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take a step at a learning rate; return loss, penalty and logits."""
-        loss, logits = self._gradients(images, labels)
-        value = self.penalty.add_grad_() if self.penalty else torch.zeros((), device=loss.device)
-        # With the penalty's gradient, which could differ in the last digits: all must step alike.
-        self._average()
+    def take(self, parts: Parts, rate: float, progress: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Take a step at a learning rate; return loss, penalty and logits.
+
+        Args:
+            parts: Images and labels of each part of this process's images.
+            rate: Learning rate.
+            progress: Share of the training that is over.
+        """
+        loss, value, logits = self._gradients(parts)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -92,33 +95,63 @@ class Descent:
 
     def _logits(self, images: Tensor) -> Tensor:
         with self.networks.autocast():
-            logits: Tensor = self.networks.model(images)
-        return logits.float()
+            logits: Tensor = self.networks.trained(images)
+        return logits.to(self.chosen.dtype)
 
-    def _gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss and logits, and store this process's gradients in ``.grad``."""
-        loss, logits = self._backward(images, labels)
-        buffers = list(self.networks.model.buffers())
-        if self.chosen.awp:  # without new BatchNorm statistics
-            self._average()
-            before = [buffer.clone() for buffer in buffers]
-            with perturbed(self.parameters, self.chosen.awp):
-                self._backward(images, labels)
-            if buffers:
-                torch._foreach_copy_(buffers, before)
-        # Every process saw other images, but penalty and attack must use the same statistics.
-        self.who.share(b for b in buffers if b.is_floating_point())
-        return loss, logits
+    def _gradients(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
+        """Store the mean gradients of all processes; return loss, penalty and logits.
 
-    def _backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        loss, logits = self.loss(images, labels)
+        The mean includes the penalty's gradient, which could differ in the last digits: all
+        processes must take the same step. If gradients are exchanged during the backward pass, the
+        penalty comes before it, with the BatchNorm statistics of the step before.
+        """
+        if self.chosen.awp:
+            return self._gradients_at_moved_weights(parts)
+        early = self.networks.overlaps
         self.optimizer.zero_grad()
-        loss.backward()
-        return loss, logits
+        value = self._penalty() if early else None
+        loss, logits = self._backward(parts)
+        self._share()
+        value = self._penalty() if value is None else value
+        self.networks.mean_(self.parameters)
+        return loss, value, logits
 
-    def _average(self) -> None:
-        """Overwrite the gradients with their mean over all processes."""
-        self.who.mean(p.grad for p in self.parameters if p.grad is not None)
+    def _gradients_at_moved_weights(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
+        self.optimizer.zero_grad()
+        loss, logits = self._backward(parts)
+        self.networks.mean_(self.parameters)
+        self._share()
+        buffers = list(self.networks.model.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        moves = uphill(self.parameters, self.chosen.awp)
+        self.optimizer.zero_grad()
+        value = self._penalty()  # at the weights that are not moved
+        with moved(moves):
+            self._backward(parts)
+        self.networks.mean_(self.parameters)
+        if buffers:
+            torch._foreach_copy_(buffers, before)  # without new BatchNorm statistics
+        return loss, value, logits
+
+    def _backward(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        """Add the gradients of all parts to ``.grad``; return loss and logits."""
+        losses, scores = [], []
+        for place, (images, labels) in enumerate(parts):
+            last = place == len(parts) - 1
+            with contextlib.nullcontext() if last else self.networks.alone():
+                loss, logits = self.loss(images, labels)
+                (loss / len(parts)).backward()
+            losses.append(loss.detach())
+            scores.append(logits.detach())
+        return torch.stack(losses).mean(), torch.cat(scores)
+
+    def _share(self) -> None:
+        """Give all processes the same BatchNorm statistics; each saw other images."""
+        self.who.share(b for b in self.networks.model.buffers() if b.is_floating_point())
+
+    def _penalty(self) -> Tensor:
+        """Add the gradient of the penalty, and return its value."""
+        return self.penalty.add_grad_() if self.penalty else self.none
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the momentum by the parameter's index."""
@@ -219,19 +252,14 @@ class Run:
         """Take one training step."""
         start = time.perf_counter()
         images, labels = self.feed.batch(self.step)
-        if self.chosen.attack:
-            trades = self.chosen.loss == "trades"
-            attacked = self.networks.attacked(
-                self.model, images, self.networks.predicted(images) if trades else labels,
-                self.feed.start(images, START, self.step),
-                iterations=self.chosen.attack, training=self.chosen.attack_mode == "train",
-            )  # fmt: skip
-            images = torch.cat([images, attacked]) if trades else attacked
+        size = len(images) // self.chosen.accumulate
+        given = list(zip(images.split(size), labels.split(size), strict=True))
+        parts = [self._attacked(*part, place * size) for place, part in enumerate(given)]
         self.model.train()
         rate = self._rate(self.step)
-        loss, value, logits = self.descent.take(images, labels, rate, self.progress)
+        loss, value, logits = self.descent.take(parts, rate, self.progress)
         self.step += 1
-        self.networks.follow(images, self.step)
+        self.networks.follow(parts[-1][0], self.step)
         with torch.no_grad():
             right = (logits.argmax(1) == labels).sum()
             self.sums += torch.stack([loss * len(labels), value * len(labels), right,
@@ -247,6 +275,25 @@ class Run:
             seconds = torch.tensor([self.seconds], dtype=torch.float64, device=self.who.device)
             self.who.share([seconds])
             self.seconds = float(seconds)
+
+    def _attacked(self, images: Tensor, labels: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """Return the images of a part to train on, attacked if the settings say so, and labels.
+
+        Args:
+            images: Images of the part.
+            labels: Their classes.
+            place: Place of the first image among those of this process.
+        """
+        if not self.chosen.attack:
+            return images, labels
+        trades = self.chosen.loss == "trades"
+        first = self.who.mine(self.chosen.batch).start + place
+        attacked = self.networks.attacked(
+            self.model, images, self.networks.predicted(images) if trades else labels,
+            self.feed.start(images, START, self.step, first),
+            iterations=self.chosen.attack, training=self.chosen.attack_mode == "train",
+        )  # fmt: skip
+        return torch.cat([images, attacked]) if trades else attacked, labels
 
     def check(self) -> tuple[dict[str, Any], bool]:
         """Return the epoch's record, and whether these weights are the best so far.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, get_type_hints
 
+import torch
+
 from lipbound.registry import unknown
 from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.training import margins
@@ -30,10 +32,13 @@ class Settings:
         epochs: Length of the run.
         minutes: Length of the run in minutes of training, instead of ``epochs``; 0 for epochs.
         batch: Number of images per step, over all processes.
+        accumulate: Number of parts into which a process divides its images of a step. Gradients
+            are summed over the parts, so memory is needed for one part only.
         lr: Largest learning rate.
         schedule: Learning rate schedule. ``steps`` multiplies by ``gamma`` at each milestone,
             ``onecycle`` rises for 40 % of the run and then falls to zero, ``cosine`` rises for 4 %
             and then falls along a cosine, ``constant`` is constant.
+        warmup: Epochs over which the learning rate rises from almost 0 to its schedule.
         milestones: Epochs at which the ``steps`` schedule changes the learning rate.
         gamma: Factor of the learning rate at each milestone.
         momentum: Momentum of SGD, or the first of Adam's two decays.
@@ -75,7 +80,8 @@ class Settings:
         check_attack: Number of PGD steps on these images, and on the test set at the end.
         certify: L2 radius at which the certified accuracy is reported; 0 for none. It is estimated
             while a margin loss trains, and proved on the test set at the end of any run.
-        precision: Precision of training, ``float32`` or ``bfloat16`` (autocast).
+        precision: Precision of training: ``float32``, ``bfloat16`` (autocast), or ``float64``,
+            which is slow and made for comparisons.
         compile: Whether to ``torch.compile`` the attack and the training step.
         cuda_graphs: Whether to replay the attack as a CUDA graph on a GPU.
         sync_batchnorm: Whether BatchNorm uses statistics over all processes (GPUs only).
@@ -91,8 +97,10 @@ class Settings:
     epochs: int = 10
     minutes: float = 0.0
     batch: int = 64
+    accumulate: int = 1
     lr: float = 0.1
     schedule: str = "onecycle"
+    warmup: float = 0.0
     milestones: tuple[int, ...] = ()
     gamma: float = 0.1
     momentum: float = 0.9
@@ -141,12 +149,12 @@ class Settings:
             "border": ("zeros", "reflect"),
             "attack_mode": ("eval", "train"),
             "batchnorm": ("apart", "folded", "left out"),
-            "precision": ("float32", "bfloat16"),
+            "precision": ("float32", "bfloat16", "float64"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
-        for name in ("epochs", "batch", "check_every"):
+        for name in ("epochs", "batch", "accumulate", "check_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
         for name in ("lr", "orthogonal_lr", "radius", "margin", "ramp", "step", "gamma",
@@ -154,7 +162,8 @@ class Settings:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be positive and finite")
         for name in ("first", "attack", "check", "check_attack", "samples", "weight_decay",
-                     "penalty_weight", "floor", "seed", "minutes", "certify"):  # fmt: skip
+                     "penalty_weight", "floor", "seed", "minutes", "certify",
+                     "warmup"):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a finite number, at least 0"
@@ -175,8 +184,17 @@ class Settings:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must lie in [0, 1)")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and the pixels."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
     def learning_rate(self, step: int, steps: int) -> float:
         """Return the learning rate at a step of ``steps``; it depends on nothing else."""
+        warm = self.warmup * steps / self.epochs
+        return self._scheduled(step, steps) * min(1.0, (step + 1) / max(warm, 1.0))
+
+    def _scheduled(self, step: int, steps: int) -> float:
         if self.schedule == "constant":
             return self.lr
         if self.schedule == "onecycle":
