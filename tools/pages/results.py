@@ -304,29 +304,44 @@ def digit_network(found: dict[str, Any]) -> str:
 
 
 def spectra() -> str:
-    found = lines("spectra")
-    sizes = sorted({r["size"] for r in found})
-    named = {(r["layer"], r["size"]): r for r in found}
-    rows = [
-        [
-            name, "×".join(map(str, next(r["shape"] for r in found if r["layer"] == name))),
-            *("{mean:.3f}, {largest:.3f}".format(**named[name, n]) if (name, n) in named else "" for n in sizes),
+    found = {(r["layer"], r["size"]): r for r in lines("spectra")}  # later records have more counts
+    sizes = sorted({size for _, size in found})
+    shapes = {name: "×".join(map(str, r["shape"])) for (name, _), r in found.items()}
+
+    def cell(name: str, size: int) -> str:
+        record = found.get((name, size))
+        if record is None:
+            return ""
+        if "interval" in record:
+            low, high = record["interval"]
+            return f"{math.floor(1e4 * low) / 1e4:.4f} to {math.ceil(1e4 * high) / 1e4:.4f}"
+        return f"{record['largest']:.4f} ({record['mean']:.4f})"
+
+    def within(size: int) -> str:
+        ends = [
+            r.get("interval", [0, r.get("largest")])[1] for (_, n), r in found.items() if n == size
         ]
-        for name in dict.fromkeys(r["layer"] for r in found)
-    ]  # fmt: skip
-    typical = {n: [r["mean"] for r in found if r["size"] == n] for n in sizes}
-    falls = ", ".join(f"{sum(v) / len(v):.4f} at {n} pixels" for n, v in typical.items())
+        return f"{math.ceil(1e3 * max(ends)) / 1e3:.3f} at {size} pixels ({len(ends)} layer{'s' * (len(ends) > 1)})"
+
+    rows = [[name, shape, *(cell(name, n) for n in sizes)] for name, shape in shapes.items()]
+    counted = [r for r in found.values() if "interval" in r]
+    exact = next(r for r in found.values() if "mean" in r)
+    told = (
+        f" An interval comes from counts: the number of singular values below {min(len(r['thresholds']) for r in counted)} to {max(len(r['thresholds']) for r in counted)} thresholds, by the inertia of a block factorization ({', '.join(sorted({r['device'] for r in counted}))}). The deviation lies in the interval, whatever the other singular values are."
+        if counted
+        else ""
+    )
     return f"""## All singular values
 
-The quantiles of [`spectrum`](../api/spectrum.md) approach those of SVDs as inputs grow: their mean distance, divided by σ1, is {falls} per axis, averaged over the layers that were measured there.
+The quantiles of [`spectrum`](../api/spectrum.md) approach those of the layer's matrix as inputs grow. Their largest distance, divided by σ1, is at most {", ".join(map(within, sizes))}.
 
-The theorem is about the limit, and the border of an image is what is missing: its share halves when the size doubles. The table has the mean and the largest distance of the quantiles for the convolutions of a trained ResNet-20, with stride 1 and zero padding, wherever the matrix could be decomposed in minutes on this machine ({found[0]["device"]}). The grid has {" × ".join(map(str, found[0]["samples"]))} frequencies.
+The theorem is about the limit, and the border of an image is what is missing: its share halves when the size doubles. The table has the largest distance of the quantiles, and the mean in brackets, for the convolutions of a trained ResNet-20, with stride 1 and zero padding. One number is from an SVD, where the matrix could be decomposed in minutes ({exact["device"]}).{told} The grid has {" × ".join(map(str, exact["samples"]))} frequencies.
 
 {table(["layer", "kernel", *(f"{n} pixels" for n in sizes)], rows)}
 
 ```sh
 python -m benchmarks.spectra resnet20.safetensors --sizes 8,16,32 --most 4200 --out FILE
-python -m benchmarks.spectra resnet20.safetensors --sizes 64 --most 12288 --out FILE
+python -m benchmarks.spectra resnet20.safetensors --sizes 64 --most 12288 --counts 200 --out FILE
 ```
 """
 
