@@ -19,7 +19,8 @@ from torch import Tensor
 from lipbound.toeplitz import operator_matrix
 
 LEAF = 32  # eigenvalues are computed of blocks with at most so many rows
-PANEL = 512  # rows that are eliminated together
+PIVOT = 128  # rows with exchanges between them
+PANEL = 512  # rows whose effect on later rows is one product
 STRIP = 2048  # columns that are updated together, above the diagonal
 
 
@@ -120,14 +121,22 @@ def _eliminate(window: Tensor, count: int) -> list[Tensor]:
     size, pivots = window.shape[-1], []
     for start in range(0, count, PANEL):
         end = min(start + PANEL, count)
-        corner = window[:, start:end, start:end].triu()
-        pivots.append(corner + corner.triu(1).mT)
+        solved = window.new_empty(len(window), end - start, size - end)
+        for top in range(start, end, PIVOT):
+            bottom = min(top + PIVOT, end)
+            corner = window[:, top:bottom, top:bottom].triu()
+            pivots.append(corner + corner.triu(1).mT)
+            rows = window[:, top:bottom, bottom:]
+            part = torch.linalg.inv_ex(pivots[-1]).inverse @ rows
+            solved[:, top - start : bottom - start] = part[:, :, end - bottom :]
+            if bottom < end:
+                above = rows[:, :, : end - bottom].mT
+                window[:, bottom:end, bottom:].baddbmm_(above, part, alpha=-1)
         panel = window[:, start:end, end:]
-        solved = torch.linalg.inv_ex(pivots[-1]).inverse @ panel
         for left in range(end, size, STRIP):
             right = min(left + STRIP, size)
-            above, strip = panel[:, :, : right - end], solved[:, :, left - end : right - end]
-            window[:, end:right, left:right].baddbmm_(above.mT, strip, alpha=-1)
+            above, strip = panel[:, :, : right - end].mT, solved[:, :, left - end : right - end]
+            window[:, end:right, left:right].baddbmm_(above, strip, alpha=-1)
     return pivots
 
 

@@ -30,9 +30,10 @@ CASES = {  # kernel, input size, stride
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("panel", [7, 512])
-def test_counts_are_those_of_an_svd(name, panel, monkeypatch):
+@pytest.mark.parametrize(("pivot", "panel"), [(7, 7), (8, 21), (128, 512)])
+def test_counts_are_those_of_an_svd(name, pivot, panel, monkeypatch):
     shape, size, stride = CASES[name]
+    monkeypatch.setattr(inertia, "PIVOT", pivot)
     monkeypatch.setattr(inertia, "PANEL", panel)
     monkeypatch.setattr(inertia, "STRIP", 3 * panel)
     monkeypatch.setattr(inertia, "LEAF", 4)
