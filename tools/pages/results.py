@@ -12,7 +12,7 @@ from lipbound.paper import table2, table4
 from lipbound.paper.reproduce import report, write_figure
 from lipbound.report.figures import speed_figure
 from lipbound.report.markdown import digits, table
-from tools.pages import DOCS, cells, certified, lines, record, robustness, trust, write
+from tools.pages import DOCS, cells, certified, gan, lines, record, robustness, trust, write
 
 MADE = "All numbers come from the records in `benchmarks/records`, and `make pages` writes this page from them."
 SIGMA = "σ1 is the largest singular value of a convolution: the largest factor by which the layer can amplify the L2 norm of a perturbation."
@@ -67,6 +67,7 @@ def index() -> str:
          f"{others / attack['lipbound']:.1f} ×", "[speed](speed.md#attacks)"],
         *robustness.claims(table2.by_tier(cells("table2"))),
         *certified.claims(),
+        *gan.claims(),
     ]  # fmt: skip
     return f"""# Results
 
