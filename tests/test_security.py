@@ -22,8 +22,7 @@ from lipbound.files import printable
 from lipbound.network.audits import audit_weights
 from lipbound.report.page import page
 from lipbound.report.terminal import audit_table, speed_table
-from lipbound.robust.data import image_folder as streamed
-from lipbound.robust.data import packed
+from lipbound.robust.data import packed, streamed
 from lipbound.robust.data import sets as datasets
 from lipbound.robust.training import checkpoints
 from lipbound.robust.training.loop import train
@@ -207,7 +206,6 @@ def test_pictures_that_grow(tmp_path, monkeypatch):
         Image.new("1", (4000, 4000)).save(tmp_path / split / "cat" / "0.png")
     assert (tmp_path / "train" / "cat" / "0.png").stat().st_size < 5000
     found = datasets.folder(tmp_path)
-    found.train.workers = 0
     monkeypatch.setattr(streamed, "PIXELS", 4000 * 4000 - 1)
     with pytest.raises(ValueError, match=r"0\.png' has 4000×4000 pixels"):
         found.train.load(torch.arange(1))

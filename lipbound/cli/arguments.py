@@ -23,7 +23,10 @@ EFFORT = Annotated[
         "is tighter and takes 5 to 9 minutes for a ResNet-20, 90 for a ResNet-56."
     ),
 ]
-FOLDER = Annotated[Path | None, typer.Option(help="Folder that holds the image data.")]
+FOLDER = Annotated[
+    str | None,
+    typer.Option(help="Folder that holds the image data; for shards also s3://bucket/folder."),
+]
 JSON = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
 MODEL = Annotated[
     str | None,

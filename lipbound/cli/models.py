@@ -75,7 +75,7 @@ def evaluated(
     source: str,
     model: str | None,
     data: str | None,
-    folder: Path | None,
+    folder: str | None,
     count: int,
     say: Say = silent,
 ) -> tuple[list[Trained], tuple[Tensor, Tensor], str]:
@@ -98,9 +98,11 @@ def evaluated(
         )
     if model is None and not program and (path.exists() or ":" not in source):
         found = networks(path)
-        assert found[0].settings is not None
-        name = data or found[0].settings.data
-        return found, data_set(name, folder).test_images(count), name
+        chosen = found[0].settings
+        assert chosen is not None
+        name = data or chosen.data
+        split = data_set(name, folder).changed(chosen.size, chosen.workers)
+        return found, split.test_images(count), name
     if data is None:
         raise ValueError(
             f"--data is needed, because lipbound did not train {model or source!r}; choose one of "

@@ -80,7 +80,8 @@ def reproduce(
 
     names = list(steps.EXPERIMENTS) if name == "all" else [name]
     request = Request(
-        tiny=tiny, weights=tuple(weights or ()), out=out, folder=folder, tier=tier,
+        tiny=tiny, weights=tuple(weights or ()), out=out,
+        folder=Path(folder) if folder else None, tier=tier,
         only=tuple(only or ()), minutes=minutes, device=device,
         say=lambda text: typer.echo(text, err=True), watch=TrainingView, progress=bar,
     )  # fmt: skip

@@ -37,7 +37,8 @@ def train(
         str | None, typer.Option(help="Network: cnn, wrn-28-10, preact-resnet18, ...")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data set: digits, cifar10, cifar100, fashion-mnist, folder.")
+        str | None,
+        typer.Option(help="Data set: digits, cifar10, cifar100, fashion-mnist, folder, shards."),
     ] = None,
     folder: FOLDER = None,
     epochs: Annotated[int | None, typer.Option(help="Number of epochs.")] = None,
@@ -123,7 +124,7 @@ def _runs(
 
 
 def _train(
-    runs: list[Settings], folder: Path | None, out: Path, tensorboard: bool, options: dict[str, Any]
+    runs: list[Settings], folder: str | None, out: Path, tensorboard: bool, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Train one run after the other until one is stopped, and return the summaries."""
     from lipbound.report.terminal import TrainingView

@@ -117,7 +117,7 @@ def test_killed_and_resumed(tmp_path):
     whole = worker(tmp_path, tmp_path / "whole", epochs=5)
     subprocess.run([sys.executable, str(whole)], check=True)
     assert equal(*(tmp_path / d / "final.safetensors" for d in ("killed", "whole")))
-    drop = ("seconds", "step_ms")
+    drop = ("seconds", "step_ms", "waited")
     one, other = (
         [
             {k: v for k, v in r.items() if k not in drop}

@@ -11,12 +11,13 @@ from lipbound.robust.data.sets import Data, in_memory
 
 __all__ = ["DATA", "Data", "data_set", "in_memory"]
 
-DATA: dict[str, Callable[[Path | None], Data]] = {
+DATA: dict[str, Callable[..., Data]] = {
     "digits": sets.digits,
     "cifar10": sets.cifar10,
     "cifar100": sets.cifar100,
     "fashion-mnist": sets.fashion_mnist,
     "folder": sets.folder,
+    "shards": sets.shards,
     "packed-cifar10": packed.cifar10,
     "packed-cifar100": packed.cifar100,
     "packed-imagenette64": packed.imagenette64,
@@ -24,12 +25,19 @@ DATA: dict[str, Callable[[Path | None], Data]] = {
 """Name → function that reads the data set from a folder. You may add your own."""
 
 
-def data_set(name: str, folder: Path | None = None) -> Data:
+def data_set(name: str, folder: Path | str | None = None) -> Data:
     """Read the data set called ``name`` from ``folder``.
+
+    Args:
+        name: A name in ``DATA``.
+        folder: A local folder, or for ``shards`` also an address such as ``s3://bucket/imagenet``.
 
     Raises:
         ValueError: If the name is unknown, or the files are missing or damaged.
     """
     if name not in DATA:
         raise unknown("data", name, DATA)
-    return DATA[name](folder)
+    address = isinstance(folder, str) and "://" in folder
+    if address and name != "shards":
+        raise ValueError(f"data {name!r} is read from a local folder, not from {folder!r}")
+    return DATA[name](folder if address or folder is None else Path(folder))

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lipbound.robust.data import sets
-from lipbound.robust.data.image_folder import FORMATS, decoded
 from lipbound.robust.data.parsers import LARGEST
 from lipbound.robust.data.sets import Data, in_memory
+from lipbound.robust.data.streamed import FORMATS, decoded
 from lipbound.weights import check_file
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipbound.robust.data.image_folder import Streamed
+from lipbound.robust.data.image_folder import ImageFiles
 from lipbound.robust.data.parsers import Bytes, files, idx, pickled, rows
+from lipbound.robust.data.shards import Shards
+from lipbound.robust.data.streamed import Source, Streamed
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -26,6 +28,14 @@ class Split(Protocol):
 
     def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return uint8 images ``(batch, channels, height, width)`` and labels, not augmented."""
+
+    def changed(self, size: int, workers: int) -> Split:
+        """Return the images in another size; images that are held in memory keep theirs.
+
+        Args:
+            size: Side of the images.
+            workers: Number of processes that decode them; 0 for this process.
+        """
 
     def stream(
         self, batches: Sequence[Tensor], seed: int | None
@@ -51,6 +61,9 @@ class Memory:
     def load(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         indices = indices.to(self.labels.device)
         return self.images[indices], self.labels[indices]
+
+    def changed(self, size: int, workers: int) -> Memory:
+        return self
 
     def stream(
         self, batches: Sequence[Tensor], seed: int | None
@@ -86,6 +99,11 @@ class Data:
     @property
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.test.load(torch.zeros(1, dtype=torch.int64))[0].shape[1:])
+
+    def changed(self, size: int, workers: int) -> Data:
+        """Return the data with streamed images of another size, see ``Split.changed``."""
+        splits = {name: getattr(self, name).changed(size, workers) for name in ("train", "test")}
+        return replace(self, **splits)
 
     def fingerprint(self) -> str:
         """Return a text that differs for other data sets: sizes, and a checksum of some images."""
@@ -241,17 +259,40 @@ def folder(folder: Path | None = None) -> Data:
     """Read a folder such as ImageNet's: ``train`` and ``val`` (or ``test``) hold class folders.
 
     Images that all have one size of at most 64×64 pixels are held in memory at that size. Others
-    are decoded when they are needed, and resized to 224×224.
+    are decoded when they are needed, and resized.
     """
     root = _folder(folder, "train/CLASS/ and val/CLASS/ or test/CLASS/ with images")
     place = next((root / n for n in ("val", "test") if (root / n).is_dir()), None)
     if place is None or not (root / "train").is_dir():
         raise ValueError(f"{str(root)!r} must contain the folders train and val (or test)")
     classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
-    train, test = Streamed(root / "train", classes), Streamed(place, classes)
-    held = test.small()
-    trained = None if held is None else train.small()
+    return _encoded(ImageFiles(root / "train", classes), ImageFiles(place, classes), len(classes))
+
+
+def shards(folder: Path | str | None = None) -> Data:
+    """Read shards as WebDataset writes them: ``train-000000.tar``… and ``val-000000.tar``….
+
+    Args:
+        folder: A local folder or an address such as ``s3://bucket/imagenet``.
+    """
+    if folder is None:
+        raise ValueError("this data needs --folder, the folder or address of train-000000.tar, ...")
+    train, test = Shards(str(folder), "train"), Shards(str(folder), "test")
+    classes = int(train.labels.max()) + 1
+    if test.labels.max() >= classes:
+        raise ValueError(
+            f"the test shards in {str(folder)!r} have the label {test.labels.max()}, but the "
+            f"labels of the training shards end at {classes - 1}"
+        )
+    return _encoded(train, test, classes)
+
+
+def _encoded(train: Source, test: Source, classes: int) -> Data:
+    """Return encoded images, held in memory if all are small and of one size."""
+    splits = Streamed(train), Streamed(test)
+    held = splits[1].small()
+    trained = None if held is None else splits[0].small()
     if held is not None and trained is not None and held[0].shape[1:] == trained[0].shape[1:]:
         crop = min(held[0].shape[1:3]) // 8
         return in_memory(trained, held, crop=crop, flip=True)
-    return Data(train, test, len(classes), IMAGENET_MEAN, IMAGENET_STD)
+    return Data(*splits, classes, IMAGENET_MEAN, IMAGENET_STD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -49,6 +50,7 @@ class Feed:
         compiled = chosen.compile and who.device.type == "cuda"
         self.augment = torch.compile(augmented, dynamic=False) if compiled else augmented
         self._coming: Iterator[tuple[Tensor, Tensor]] | None = None
+        self.waited = 0.0  # seconds that steps waited for their images
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this process's part of the step's augmented images and labels, on the device.
@@ -63,7 +65,9 @@ class Feed:
             parts = [part[mine] for part in order.split(chosen.batch)[place:]]
             seed = self._seed(MOVES, epoch) if chosen.augment else None
             self._coming = self.train.stream(parts, seed)
+        start = time.perf_counter()
         images, labels = next(self._coming)
+        self.waited += time.perf_counter() - start
         images = images.to(self.who.device, non_blocking=True)
         if chosen.augment and (self.data.crop or self.data.flip):
             shifts, mirrored = moves(chosen.batch, self.data.crop, self._draw(MOVES, step))

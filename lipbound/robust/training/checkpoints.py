@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lipbound.files import clean, write
-from lipbound.robust.training.settings import filled
+from lipbound.robust.training.settings import decisive, filled
 
 KEY = "lipbound"
 FORMAT = 1
@@ -114,7 +114,9 @@ class Folder:
             try:
                 tensors, record = load(path)
                 stored = record.get("settings")
-                same = isinstance(stored, dict) and filled(stored) == settings
+                same = isinstance(stored, dict) and decisive(filled(stored)) == decisive(
+                    dict(settings or {})
+                )
                 if settings is not None and not same:
                     raise ValueError(f"{str(path)!r} belongs to another run")
                 return tensors, record, wrong

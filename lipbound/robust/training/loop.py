@@ -16,7 +16,7 @@ from lipbound.robust.data.sets import Data
 from lipbound.robust.training.distributed import Team, team
 from lipbound.robust.training.run import Run, Stopped, Watcher
 from lipbound.robust.training.run_folder import RunFolder
-from lipbound.robust.training.settings import Settings, as_dict
+from lipbound.robust.training.settings import Settings, as_dict, decisive
 
 
 def train(
@@ -84,7 +84,7 @@ def _trained(
 ) -> dict[str, Any]:
     run = Run(chosen, data, limits.who, limits.stop)  # before the folder is made: it may raise
     if limits.who.size > 1:  # the fingerprint reads images
-        limits.who.agree({**as_dict(chosen), "data": data.fingerprint()})
+        limits.who.agree({**decisive(as_dict(chosen)), "data": run.data.fingerprint()})
     with RunFolder(out, limits.who) as folder:
         state = folder.open(as_dict(chosen), resume)
         if state is not None:

@@ -172,13 +172,13 @@ def measure(
     own, size = indices[mine], chosen.batch // who.size
     right = torch.zeros(2 if chosen.check_attack else 1, len(indices), device=who.device)
     model.eval()
+    # Padded, as one shape needs one compiled graph.
+    padded = torch.cat([own, own[-1:].repeat(-len(own) % size)])
+    coming = split.stream(padded.split(size), None)
     for place in range(0, len(own), size):
         if stop and who.size == 1:  # several processes could not agree on a place
             raise Stopped
-        which = own[place : place + size]
-        rest = own[-1:].repeat(size - len(which))
-        padded = torch.cat([which, rest])  # one shape needs one compiled graph
-        pixels, labels = feed.pixels(*split.load(padded))
+        pixels, labels = feed.pixels(*next(coming))
         batches = [pixels]
         if chosen.check_attack:
             start = feed.start(pixels, CHECK, 1 + place)
@@ -187,6 +187,6 @@ def measure(
             ))  # fmt: skip
         with torch.no_grad(), networks.autocast():
             for row, batch in enumerate(batches):
-                found = (model(batch).argmax(1) == labels)[: len(which)]
+                found = (model(batch).argmax(1) == labels)[: len(own) - place]
                 right[row, mine][place : place + size] = found.float()
     return who.sum(right) > 0

@@ -200,6 +200,7 @@ class Run:
         if who.device.type == "cuda":
             torch.backends.cudnn.benchmark = True
         self.chosen, self.who, self.stop = chosen, who, stop
+        data = data.changed(chosen.size, chosen.workers)
         self.data, self.feed = data, Feed(chosen, data, who)
         torch.manual_seed(chosen.seed)
         self.networks = Networks(chosen, data, who)
@@ -328,7 +329,9 @@ class Run:
             "log10_product": self.log10_product(),
             "lr": self._rate(self.step - 1),
             "seconds": round(self.seconds, 3),
+            "waited": round(self.feed.waited, 3),
         }
+        self.feed.waited = 0.0
         return self.record, better
 
     def _means(self) -> tuple[float, float, float]:
@@ -355,8 +358,8 @@ class Run:
             return {}
         self.ready.eval()
         constants, count = self.descent.constants(self.ready), 0.0
-        for part in indices.split(self.chosen.batch):
-            images, labels = self.feed.pixels(*self.feed.train.load(part))
+        for found in self.feed.train.stream(indices.split(self.chosen.batch), None):
+            images, labels = self.feed.pixels(*found)
             radii = certified_radii(self.ready(images), labels, constants)
             count += float((radii > self.chosen.certify).sum())
         return {"held_out_certified_estimate": count / len(indices)}
@@ -384,7 +387,7 @@ class Run:
         found = audit(model, self.data.input_shape, search=0)
         split = self.data.test
         parts = torch.arange(len(split)).split(self.chosen.batch)
-        batches = (self.feed.pixels(*split.load(part)) for part in parts)
+        batches = (self.feed.pixels(*found) for found in split.stream(parts, None))
         proved = certified_accuracy(model, found, batches, [self.chosen.certify])
         return {
             "lipschitz": found.upper if math.isfinite(found.upper) else None,

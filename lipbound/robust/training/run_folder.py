@@ -16,7 +16,7 @@ from torch import Tensor
 from lipbound.files import append, clean, read, read_json, rewrite, write
 from lipbound.robust.training import checkpoints
 from lipbound.robust.training.distributed import Team
-from lipbound.robust.training.settings import filled
+from lipbound.robust.training.settings import decisive, filled
 
 _held: WeakSet[IO[str]] = WeakSet()
 
@@ -109,7 +109,7 @@ class RunFolder:
             )
         if path.exists():
             stored = filled(read_json(path))
-            for name in {**stored, **settings}:
+            for name in decisive({**stored, **settings}):
                 mine, theirs = settings.get(name), stored.get(name)
                 if mine != theirs:
                     raise ValueError(

@@ -26,6 +26,8 @@ class Settings:
         arm: Name of the arm in ``ARMS``; only a label once the fields below are set.
         model: A name in ``lipbound.robust.models.MODELS``.
         data: A name in ``lipbound.robust.data.DATA``.
+        size: Side to which images are resized that are not held in memory.
+        workers: Number of processes that decode such images, for each process of the training.
         first: Number of training images to use, from the first on; 0 uses all.
         held_out: Fraction of the training set that is held out to choose the best checkpoint.
         normalize: Whether the network first normalizes by the data's mean and deviation.
@@ -91,6 +93,8 @@ class Settings:
     arm: str = "at+lipreg"
     model: str = "cnn"
     data: str = "digits"
+    size: int = 224
+    workers: int = 8
     first: int = 0
     held_out: float = 0.1
     normalize: bool = True
@@ -154,7 +158,7 @@ class Settings:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {allowed}")
-        for name in ("epochs", "batch", "accumulate", "check_every"):
+        for name in ("epochs", "batch", "accumulate", "check_every", "size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
         for name in ("lr", "orthogonal_lr", "radius", "margin", "ramp", "step", "gamma",
@@ -163,7 +167,7 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be positive and finite")
         for name in ("first", "attack", "check", "check_attack", "samples", "weight_decay",
                      "penalty_weight", "floor", "seed", "minutes", "certify",
-                     "warmup"):  # fmt: skip
+                     "warmup", "workers"):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a finite number, at least 0"
@@ -353,6 +357,11 @@ def parse(text: str) -> tuple[str, Any]:
 def as_dict(chosen: Settings) -> dict[str, Any]:
     """Convert settings for JSON, with tuples as lists."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(chosen).items()}
+
+
+def decisive(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings on which the result depends: all but the number of workers."""
+    return {name: value for name, value in stored.items() if name != "workers"}
 
 
 def filled(stored: dict[str, Any]) -> dict[str, Any]:
