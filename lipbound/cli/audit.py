@@ -21,6 +21,7 @@ from lipbound.cli.arguments import (
     input_shape_of,
     say,
 )
+from lipbound.cli.many import audit_many
 from lipbound.files import write
 from lipbound.report.progress import bar
 from lipbound.results import digits
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
 
 
 def audit(
-    source: Annotated[
-        str,
+    sources: Annotated[
+        list[str],
         typer.Argument(
+            metavar="SOURCE...",
             help="What to audit: 'demo', a weights file (.safetensors, .pt, ...), an .onnx file, "
             "or a model: resnet20, torchvision:NAME, timm:NAME, package.module:FACTORY, "
-            "file.py:FACTORY."
+            "file.py:FACTORY. Several get one row each; torchrun shares them among its processes.",
         ),
     ],
     against: Annotated[
@@ -120,7 +122,10 @@ def audit(
     """Certify the Lipschitz constant of every layer and of the whole network."""
     if against is None and against_model is not None:
         raise ValueError(f"--against-model {against_model} needs --against CHECKPOINT")
-    for named in filter(None, (source, against)):
+    if len(sources) > 1 and (against is not None or html is not None):
+        option = "--against" if against is not None else "--html"
+        raise ValueError(f"{option} works with one SOURCE, not with {len(sources)}")
+    for named in filter(None, (*sources, against)):
         check_source(named)
         if html is not None and html.exists() and os.path.exists(named) and html.samefile(named):
             raise ValueError(
@@ -137,14 +142,20 @@ def audit(
         "domain": domain,
         "effort": None if effort == "normal" else effort,
     }
-    each = minutes if minutes is None or against is None else minutes / 2
+    count = len(sources) + (against is not None)
+    each = None if minutes is None else minutes / count
     how: dict[str, Any] = {"rtol": rtol, "method": method, "minutes": each, "progress": bar}
 
     def audited(source: str, model: str | None) -> tuple[str, Audit, float]:
         return _audited(source, model, device, geometry, given, how, effort, limits)
 
+    if len(sources) > 1:
+        audit_many(sources, lambda source: audited(source, model), device, json_, fail_above)
+        return
+
     from lipbound.runtime import within
 
+    source = sources[0]
     if against is None:
         with within(minutes):
             name, found, worst = audited(source, model)

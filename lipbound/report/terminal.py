@@ -222,7 +222,9 @@ def result_table(found: Result) -> None:
         if name == "layer":
             table.add_column(name, overflow="fold")
         else:
-            side: Literal["left", "right"] = "left" if name in ("attack", "geometry") else "right"
+            side: Literal["left", "right"] = (
+                "left" if name in ("attack", "geometry", "network") else "right"
+            )
             table.add_column(name, justify=side, no_wrap=True)
     for row in texts:
         table.add_row(*map(escape, row.values()))

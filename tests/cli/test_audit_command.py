@@ -67,6 +67,44 @@ def test_two_checkpoints_side_by_side(monkeypatch, capsys, tmp_path):
     assert "is above 0.001" in err
 
 
+def kernels(folder, *scales: float) -> list[str]:
+    paths = [str(folder / f"{scale:g}.pt") for scale in scales]
+    for path, scale in zip(paths, scales, strict=True):
+        torch.save({"conv.weight": torch.full((1, 1, 1), scale)}, path)
+    return paths
+
+
+def test_many_networks_get_a_row_each(monkeypatch, capsys, tmp_path):
+    """Those that can be read are shown, and a file that cannot be read ends the command."""
+    paths = kernels(tmp_path, 1.0, 3.0)
+    code, out, _ = run(monkeypatch, capsys, "audit", "demo", *paths, "--json")
+    found = json.loads(out)["audits"]
+    assert (code, [one["source"] for one in found]) == (0, ["demo", *paths])
+    assert [one["largest"] for one in found[1:]] == pytest.approx([1.0, 3.0])
+    alone = json.loads(run(monkeypatch, capsys, "audit", "demo", "--json")[1])
+    assert found[0]["audit"]["upper"] == alone["upper"] == found[0]["worst"]
+    code, out, err = run(monkeypatch, capsys, "audit", *paths, "--fail-above", "2")
+    assert (code, err) == (1, f"1 of 2 networks have no bound of at most 2: {paths[1]}\n")
+    assert paths[0] in out.replace("\n", "")
+    (tmp_path / "text.pt").write_text("no weights")
+    code, out, err = run(monkeypatch, capsys, "audit", str(tmp_path / "text.pt"), *paths)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"lipbound: {tmp_path / 'text.pt'}: ")
+    assert paths[1] in out.replace("\n", "")
+    code, _, err = run(monkeypatch, capsys, "audit", *paths, "--html", str(tmp_path / "a.html"))
+    assert (code, err) == (2, "lipbound: --html works with one SOURCE, not with 2\n")
+
+
+@pytest.mark.slow
+def test_processes_share_many_networks(monkeypatch, capsys, tmp_path):
+    paths = kernels(tmp_path, 1.0, 2.0, 3.0, 4.0, 5.0)
+    alone = run(monkeypatch, capsys, "audit", *paths, "--json")[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               "-m", "lipbound", "audit", *paths, "--json"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, json.loads(done.stdout)) == (0, json.loads(alone))
+
+
 def test_a_model_to_compare_with_that_is_not_used(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "audit", "demo", "--against-model", "resnet20")
     assert (code, err) == (2, "lipbound: --against-model resnet20 needs --against CHECKPOINT\n")

@@ -56,16 +56,20 @@ class Team:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
-    def told(self, value: Value) -> Value:
-        """Return the first process's value, which JSON must be able to hold, in all processes."""
+    def told(self, value: Value, by: int = 0) -> Value:
+        """Return one process's value, which JSON must be able to hold, in all processes."""
         if self.size == 1:
             return value
         coded = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
-        length = self._first(torch.tensor([len(coded)]))
-        if not self.first:
+        length = self._from(torch.tensor([len(coded)]), by)
+        if self.rank != by:
             coded = torch.empty(int(length), dtype=torch.uint8)
-        told: Value = json.loads(bytes(self._first(coded).tolist()))
+        told: Value = json.loads(self._from(coded, by).numpy().tobytes())
         return told
+
+    def gathered(self, value: Value) -> list[Value]:
+        """Return the values of all processes, which JSON must be able to hold, in all of them."""
+        return [self.told(value, rank) for rank in range(self.size)]
 
     def received(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of the first process's tensors on the CPU, in all processes."""
@@ -76,7 +80,7 @@ class Team:
         for name, (shape, kind) in self.told(shapes).items():
             dtype = getattr(torch, kind.removeprefix("torch."))
             mine = tensors[name].cpu() if self.first else torch.empty(shape, dtype=dtype)
-            raw = self._first(mine.contiguous().reshape(-1).view(torch.uint8))
+            raw = self._from(mine.contiguous().reshape(-1).view(torch.uint8))
             found[name] = raw.view(dtype).reshape(shape)
         return found
 
@@ -119,10 +123,10 @@ class Team:
                 f"give all processes the same command and data"
             )
 
-    def _first(self, tensor: Tensor) -> Tensor:
-        """Return the first process's tensor; the others give one of the same shape."""
+    def _from(self, tensor: Tensor, rank: int = 0) -> Tensor:
+        """Return one process's tensor; the others give one of the same shape."""
         there = tensor.to(self.device)
-        dist.broadcast(there, 0)
+        dist.broadcast(there, rank)
         return there.cpu()
 
     def wait(self) -> None:

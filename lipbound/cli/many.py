@@ -1,0 +1,118 @@
+"""Audit many networks with one command, shared among the processes of ``torchrun``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from lipbound import __version__
+from lipbound.cli.arguments import say
+from lipbound.report.progress import bar
+from lipbound.results import Result, digits
+
+if TYPE_CHECKING:
+    from lipbound import Audit
+
+Audited = Callable[[str], tuple[str, "Audit", float]]
+
+
+@dataclass(frozen=True)
+class Audits(Result):
+    """The audits of several networks, one row each.
+
+    Attributes:
+        found: For each network its ``source``, its ``audit`` as plain data, the largest bound
+            of a layer (``largest``) and the bound to judge (``worst``), ``None`` for none.
+    """
+
+    found: Sequence[dict[str, Any]]
+
+    def title(self) -> str:
+        return f"{len(self.found)} networks"
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "network": one["source"],
+                "layers": len(one["audit"]["layers"]),
+                "lower": one["audit"]["lower"],
+                "upper": one["audit"]["upper"],
+                "largest layer": one["largest"],
+            }
+            for one in self.found
+        ]
+
+    def summary(self) -> list[str]:
+        reasons = [(one["source"], one["audit"].get("reason")) for one in self.found]
+        return [f"{source}: {reason}" for source, reason in reasons if reason]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"lipbound": __version__, "audits": list(self.found)}
+
+
+def audit_many(
+    sources: Sequence[str],
+    audited: Audited,
+    device: str | None,
+    json_: bool,
+    limit: float | None,
+) -> None:
+    """Audit each network in one of the processes, and print all results in the first one.
+
+    Raises:
+        ValueError: If a network could not be read, after the others are shown.
+    """
+    from lipbound.report.terminal import echo, result_table
+    from lipbound.robust.training.distributed import team
+
+    with team(device or "cpu") as who:
+        mine = sources[who.rank :: who.size]
+        own = [_one(source, audited) for source in (bar(mine, "networks") if who.first else mine)]
+        parts = who.gathered(own)
+    if not who.first:
+        return
+    found = [parts[place % len(parts)][place // len(parts)] for place in range(len(sources))]
+    wrong = [one for one in found if "failed" in one]
+    audits = Audits([one for one in found if "failed" not in one])
+    if json_:
+        echo(json.dumps({**audits.to_dict(), "failed": wrong}, indent=1))
+    elif audits.found:
+        result_table(audits)
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ValueError(f"{wrong[0]['source']}: {wrong[0]['failed']}{more}")
+    _judge(audits.found, limit)
+
+
+def _one(source: str, audited: Audited) -> dict[str, Any]:
+    from lipbound.network.findings import audit_json
+
+    try:
+        name, found, worst = audited(source)
+    except (ValueError, OSError) as error:
+        return {"source": source, "failed": str(error)}
+    about: dict[str, Any] = json.loads(audit_json(found, name))
+    layers = [row.bracket.upper for row in found.layers]
+    return {
+        "source": source,
+        "audit": about,
+        "worst": worst if worst < float("inf") else None,
+        "largest": max(layers, default=None),
+    }
+
+
+def _judge(found: Sequence[dict[str, Any]], limit: float | None) -> None:
+    """Exit with code 1 if a bound is above the limit, or if there is none."""
+    over = [
+        one["source"]
+        for one in found
+        if one["worst"] is None or (limit is not None and one["worst"] > limit)
+    ]
+    if over:
+        above = "" if limit is None else f" of at most {digits(limit, 6)}"
+        say(f"{len(over)} of {len(found)} networks have no bound{above}: {', '.join(over)}")
+        raise typer.Exit(1)
