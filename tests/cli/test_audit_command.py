@@ -84,7 +84,7 @@ def test_many_networks_get_a_row_each(monkeypatch, capsys, tmp_path):
     alone = json.loads(run(monkeypatch, capsys, "audit", "demo", "--json")[1])
     assert found[0]["audit"]["upper"] == alone["upper"] == found[0]["worst"]
     code, out, err = run(monkeypatch, capsys, "audit", *paths, "--fail-above", "2")
-    assert (code, err) == (1, f"1 of 2 networks have no bound of at most 2: {paths[1]}\n")
+    assert (code, err) == (1, f"lipbound: 1 of 2 networks have no bound of at most 2: {paths[1]}\n")
     assert paths[0] in out.replace("\n", "")
     (tmp_path / "text.pt").write_text("no weights")
     code, out, err = run(monkeypatch, capsys, "audit", str(tmp_path / "text.pt"), *paths)
