@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -41,6 +42,11 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 def fresh(code: str) -> subprocess.CompletedProcess:
     """In a process of its own, which has not imported PyTorch."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def torchrun(script: Path, count: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count),
+            "--master-port", str(20000 + os.getpid() % 20000), str(script)]  # fmt: skip
 
 
 def blobs(count: int = 160, channels: int = 1, seed: int = 0):

@@ -6,14 +6,18 @@ import io
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers import chosen, equal, run
+from helpers import chosen, equal, run, torchrun
 
 from benchmarks.imagenet import write_shards
 from lipbound.files import read
@@ -340,3 +344,71 @@ def test_commands_use_the_size_of_the_run(tmp_path, monkeypatch, capsys):
                        str(tmp_path / "attack.jsonl"))  # fmt: skip
     assert code == 0, err
     assert read(tmp_path / "attack.jsonl")[0]["data"] == "shards"
+
+
+FEED = """
+import os, sys
+from pathlib import Path
+import torch
+from helpers import chosen
+from lipbound.robust.data import data_set, shards
+from lipbound.robust.training.batches import Feed
+from lipbound.robust.training.distributed import team
+place, out = Path({place!r}), Path({out!r})
+scanned = shards._scanned
+def counted(*given):
+    (out / f"scanned-{{os.getpid()}}-{{os.urandom(4).hex()}}").touch()
+    return scanned(*given)
+shards._scanned = counted
+with team("cpu") as who:
+    wanted = chosen("at", data="shards", batch=8, workers=1, size=16)
+    feed = Feed(wanted, data_set("shards", place).changed(16, 1), who)
+    torch.save([feed.batch(step) for step in range(2 * feed.per_epoch)], out / f"{{who.rank}}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_an_index_and_an_order(tmp_path, monkeypatch):
+    place = as_shards(pictures(tmp_path / "folder"), str(tmp_path / "shards"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    found = {}
+    for count in (1, 2):
+        for path in Path(place).glob("*.npz"):
+            path.unlink()
+        out = tmp_path / str(count)
+        out.mkdir()
+        script = out / "feed.py"
+        script.write_text(FEED.format(place=place, out=str(out)))
+        run = torchrun(script, count) if count > 1 else [sys.executable, str(script)]
+        subprocess.run(run, check=True, timeout=240)
+        assert len(list(out.glob("scanned-*"))) == 2, "once for training, once for test"
+        parts = [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(count)]
+        found[count] = [
+            [torch.cat(tensors) for tensors in zip(*step, strict=True)]
+            for step in zip(*parts, strict=True)
+        ]
+    for one, two in zip(found[1], found[2], strict=True):
+        assert all(map(torch.equal, one, two))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_stops_the_run_once(tmp_path, kind):
+    """As Ctrl-C in a terminal sends it, to the run and its workers."""
+    place = as_shards(pictures(tmp_path / "folder"), str(tmp_path / "shards"))
+    options = {**SMALL, "epochs": 10_000, "attack": 0}
+    sets = [f"--set={k}={v}" for k, v in options.items() if k not in ("model", "data", "epochs")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lipbound", "train", "--arm", "baseline", "--model", "cnn-plain",
+         "--data", "shards", "--folder", place, "--device", "cpu", "--epochs", "10000", *sets,
+         "--out", str(tmp_path / "run")],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    while not (tmp_path / "run" / "records.jsonl").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    os.killpg(process.pid, kind)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if kind == signal.SIGINT else 0), err
+    assert err.count("Stopping after this step") == 1, err
+    assert "Traceback" not in err

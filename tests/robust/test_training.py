@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SMALL, TINY_SHIFT, blobs, chosen, equal
+from helpers import SMALL, TINY_SHIFT, blobs, chosen, equal, torchrun
 
 from lipbound import bound
 from lipbound.constraints.layers import Centre
@@ -127,11 +127,6 @@ def test_killed_and_resumed(tmp_path):
     )
     assert one == other
     assert len(one) == 5
-
-
-def torchrun(script: Path, count: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count),
-            "--master-port", str(20000 + os.getpid() % 20000), str(script)]  # fmt: skip
 
 
 @pytest.mark.slow
