@@ -93,12 +93,13 @@ def classifier(
     """Train or load the classifier whose features are compared; return its test accuracy too."""
     place = given.out / "classifier"
     if not (place / "final.safetensors").is_file():
-        chosen = settings("baseline", "digits")
+        changes: dict[str, Any] = {"held_out": 0.0, "check_attack": 0, "check_every": 10}
         if given.folder is not None:
-            chosen = settings(
-                "baseline", "fast", data="packed-cifar10", model="wrn-16-4", batch=256,
-                minutes=given.classifier_minutes, compile=False, check=0, check_attack=0,
-            )  # fmt: skip
+            changes |= {
+                "data": "packed-cifar10", "model": "wrn-16-4", "batch": 256, "compile": False,
+                "minutes": given.classifier_minutes,
+            }  # fmt: skip
+        chosen = settings("baseline", "fast" if given.folder else "digits", certify=0.0, **changes)
         train(chosen, data, place, resume=True, device=device.type)
     accuracy = read_json(place / "summary.json")["final"]["test_accuracy"]
     print(f"classifier: test accuracy {accuracy:.4f}", flush=True)

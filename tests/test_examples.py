@@ -78,6 +78,17 @@ def test_a_gan(arm, tmp_path):
     assert (stopped["step"], stopped["losses"]) == (2, found[0]["losses"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["lipbound", "spectral_norm", "wgan-gp"])
+def test_a_gan_learns_the_brightness_of_its_images(arm, tmp_path):
+    example = load(ROOT / "examples" / "gan.py")
+    example.AVERAGE = 0.0  # the newest weights
+    images = torch.full((64, 1, 8, 8), 230, dtype=torch.uint8)
+    options = {**GAN, "steps": 60, "every": 60, "lr": 5e-3, "scale": 10.0}
+    generator = example.train(arm, 0, images, tmp_path, torch.device("cpu"), **options)
+    assert abs(float(example.sample(generator, 64).float().mean()) - 230) < 40, "it began near 127"
+
+
 @pytest.mark.parametrize(
     ("name", "packages"),
     [("lightning_module", ["lightning"]), ("factory_model", ["timm", "pytorchcv.models"])],
