@@ -145,6 +145,19 @@ def pictures(folder: Path) -> str:
     return "train/a/0.png"
 
 
+def shards(folder: Path) -> str:
+    from benchmarks.imagenet import write_shards
+
+    pictures(folder / "pictures")
+    for split in ("train", "val"):
+        found = sorted((folder / "pictures" / split).rglob("*.png"))
+        samples = [
+            {"png": p.read_bytes(), "cls": str(i // 2).encode()} for i, p in enumerate(found)
+        ]
+        write_shards(str(folder), split, samples)
+    return "train-000000.tar"
+
+
 def loads(name: str) -> Callable[[Path], None]:
     """Return a reader of a data set and of two of its images."""
 
@@ -175,6 +188,7 @@ KINDS: dict[str, Kind] = {
     "CIFAR's pickles": Kind(cifar, loads("cifar10")),
     "packed images": Kind(packed, loads("packed-imagenette64")),
     "pictures": Kind(pictures, loads("folder")),
+    "shards": Kind(shards, loads("shards")),
 }  # fmt: skip
 
 

@@ -63,7 +63,10 @@ def as_shards(folder: Path, place: str, per_shard: int = 10) -> str:
     return place
 
 
-@pytest.mark.parametrize("where", ["local", "memory://shards", "simplecache::memory://shards"])
+@pytest.mark.parametrize(
+    "where",
+    ["local", "memory://shards", "simplecache::memory://shards", "filecache::memory://shards"],
+)
 def test_shards_are_the_folder(tmp_path, where):
     folder = pictures(tmp_path / "folder")
     place = as_shards(folder, where.split("::")[-1] if ":" in where else str(tmp_path / "shards"))

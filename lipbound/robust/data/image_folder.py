@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 
 from lipbound.robust.data.index import Arrays, joined, kept, parted
 from lipbound.robust.data.streamed import ENCODED, ENDINGS
@@ -26,8 +27,6 @@ class ImageFiles:
     """
 
     def __init__(self, root: Path, classes: Sequence[str]):
-        from fsspec.implementations.local import LocalFileSystem
-
         wanted = joined([os.fsencode(name) for name in classes])
         index = kept(
             str(root.absolute().with_name(f"lipbound-index-{root.name}.npz")),
@@ -103,13 +102,13 @@ def _images(root: bytes, inside: bytes, folders: dict[bytes, int]) -> Iterator[b
 def unchanged(root: Path, index: Arrays) -> bool:
     """Whether an index is well formed, and no folder has changed since it was made."""
     names, labels = index["names"], index["labels"]
-    content = names.tobytes()
+    content = b"\0" + names.tobytes()
     return (
         (names.dtype, labels.dtype) == (np.uint8, np.int32)
-        and len(labels) == content.count(0)
-        and content.endswith(b"\0" if len(labels) else b"")
+        and len(labels) == content.count(0) - 1
+        and content.endswith(b"\0")
         and (not len(labels) or 0 <= labels.min() <= labels.max() < np.sum(index["classes"] == 0))
-        and not any(up in b"\0" + content for up in (b"\0/", b"\0../", b"/../"))
+        and not any(up in content for up in (b"\0/", b"\0../", b"/../"))
         and index["times"].tolist()
         == [_time(os.path.join(os.fsencode(root), name)) for name in parted(index["folders"])]
     )

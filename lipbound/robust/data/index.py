@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from lipbound import files
@@ -96,7 +97,7 @@ def _write(place: str, filesystem: Any, spare: Path, arrays: Arrays) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
     try:
-        if "file" in filesystem.protocol:
+        if isinstance(filesystem, LocalFileSystem):
             files.write(Path(place), buffer.getvalue())
         else:
             filesystem.pipe_file(place, buffer.getvalue())

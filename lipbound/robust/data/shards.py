@@ -127,7 +127,7 @@ def _scanned(folder: str, names: list[bytes]) -> Arrays:
     loader: Any = torch.utils.data.DataLoader(
         _Scans(folder, names),  # type: ignore[arg-type]
         batch_size=None,
-        num_workers=min(len(names), len(os.sched_getaffinity(0)), 16) if len(names) > 1 else 0,
+        num_workers=min(len(names), os.cpu_count() or 1, 16) if len(names) > 1 else 0,
         collate_fn=unchanged_part,
         generator=torch.Generator().manual_seed(0),  # otherwise it uses the global one
     )

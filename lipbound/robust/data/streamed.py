@@ -189,10 +189,13 @@ class Decoder:
             try:
                 # The formats are named because Pillow would pass PostScript to an interpreter.
                 with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
-                    yield decoded(image, name)
-            except (OSError, SyntaxError) as error:
+                    found = decoded(image, name)
+            except TooLarge:
+                raise
+            except Exception as error:  # every format has its own errors
                 said = re.sub(r" <_io.*>", "", str(error))  # the name of a buffer
                 raise ValueError(f"{name!r} is not a readable image: {said}") from None
+            yield found
 
     def _cut(self, image: Any, seed: int | None, index: int) -> NDArray[np.uint8]:
         from PIL import Image
@@ -206,15 +209,19 @@ class Decoder:
         return (array[:, ::-1] if mirrored else array).transpose(2, 0, 1)
 
 
+class TooLarge(ValueError):
+    """Raised for an image with more than ``PIXELS`` pixels."""
+
+
 def decoded(image: Any, path: object) -> Any:
     """Return the image in RGB, unless its header announces more than ``PIXELS`` pixels.
 
     Raises:
-        ValueError: If the image is too large; it is not decoded.
+        TooLarge: If the image is too large; it is not decoded.
     """
     width, height = image.size
     if width * height > PIXELS:
-        raise ValueError(f"{str(path)!r} has {width}×{height} pixels; at most {PIXELS:,} are read")
+        raise TooLarge(f"{str(path)!r} has {width}×{height} pixels; at most {PIXELS:,} are read")
     return image.convert("RGB")
 
 
