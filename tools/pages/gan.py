@@ -189,7 +189,7 @@ The numbers are Fréchet distances to the {reference["images"]:,} test images, m
 
 {quality(found, step)}
 
-*After equal time* is after {reference["minutes"]:g} minutes, in which all runs shared one GPU.
+*After equal time* is after {reference["minutes"]:g} minutes, in which all runs shared one GPU and also bounded their critics.
 
 ![Fréchet distances and certified constants of all runs over the steps](gan.svg)
 
