@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -135,15 +136,22 @@ def _train(
     summaries: list[dict[str, Any]] = []
     for run in runs:
         place = out if len(runs) == 1 else out / run.arm
-        with TrainingView(run.arm, place / "tensorboard" if tensorboard else None) as view:
+        board = place / "tensorboard" if tensorboard else None
+        shown = TrainingView(run.arm, board) if _first() else contextlib.nullcontext()
+        with shown as view:
             summaries.append(train_one(run, images, place, watcher=view, **options))
         if summaries[-1]["stopped"]:
             break
     return summaries
 
 
+def _first() -> bool:
+    """Whether this is the process that reports, of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _report(summaries: list[dict[str, Any]]) -> None:
-    if os.environ.get("RANK", "0") != "0":
+    if not _first():
         return
     from lipbound.report.terminal import training_table
 

@@ -211,6 +211,30 @@ def test_processes_without_a_shared_folder(tmp_path, count):
 
 
 @pytest.mark.slow
+def test_two_machines_with_a_folder_each(tmp_path):
+    """The commands of the guide, as two launchers; only the first writes, and reports."""
+    port = str(20000 + os.getpid() % 20000)
+    launchers = []
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", rank,
+            "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1", "-m",
+            "lipbound", "train", "--out", "runs/b", "--arm", "lipreg", "--epochs", "1",
+        ]  # fmt: skip
+        launchers.append(subprocess.Popen(
+            command, cwd=tmp_path / rank, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ))  # fmt: skip
+    said = [launcher.communicate(timeout=240) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], said
+    assert (tmp_path / "0" / "runs" / "b" / "summary.json").exists()
+    assert not list((tmp_path / "1").iterdir())
+    assert "lipreg" in said[0][0]
+    assert not said[1][0]
+    assert "lipbound:" not in said[1][1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "said"),
     [
