@@ -64,7 +64,7 @@ def pictures(distinct: int = 200, classes: int = 1000, seed: int = 0) -> list[di
     found = []
     for _ in range(distinct):
         one, other = draw.integers(0, 256, (2, 1, 1, 3))
-        noise = draw.normal(0, 22, (400, 500, 3))
+        noise = draw.normal(0, 27, (400, 500, 3))
         pixels = np.clip(one * (1 - across) + other * across + noise, 0, 255).astype(np.uint8)
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "JPEG", quality=85)
