@@ -41,10 +41,11 @@ from lipbound.robust.training.trained import load_trained
 from lipbound.runtime import pick_device
 
 ROOT = Path(__file__).resolve().parents[1]
-# Learning rate of both networks, and the critic's limit or the weight of the gradient penalty.
+# Learning rate of both networks, and the factor of the critic's output or the penalty's weight. The
+# untrained critic of spectral_norm has gradients 23 times as large as the one of lipbound.
 CHOICES: dict[str, list[tuple[float, float]]] = {
-    "lipbound": [(lr, scale) for lr in (2e-4, 4e-4) for scale in (30.0, 100.0, 300.0)],
-    "spectral_norm": [(lr, scale) for lr in (2e-4, 4e-4) for scale in (1.0, 3.0, 10.0)],
+    "lipbound": [(lr, scale) for lr in (2e-4, 4e-4) for scale in (10.0, 30.0, 100.0)],
+    "spectral_norm": [(lr, scale) for lr in (2e-4, 4e-4) for scale in (0.3, 1.0, 3.0)],
     "wgan-gp": [(lr, scale) for lr in (2e-4, 4e-4) for scale in (1.0, 3.0, 10.0)],
 }
 TUNING_SEED, COUNT, COLUMNS = 100, 10_000, 12
