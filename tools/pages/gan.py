@@ -140,8 +140,8 @@ def tuning(reference: Run) -> str:
             f"{one['lr']:g} / {one['scale']:g}: {one['distance']:.1f}" for one in chosen["tried"]
         )
         rows.append([ARMS[arm][0], f"{chosen['lr']:g}", f"{chosen['scale']:g}", tried])
-    header = ["critic", "learning rate", "limit, or weight of the penalty",
-              "tried (rate / limit or weight: distance)"]  # fmt: skip
+    header = ["critic", "learning rate", "factor, or weight of the penalty",
+              "tried (rate / factor or weight: distance)"]  # fmt: skip
     return table(header, rows)
 
 
@@ -181,7 +181,7 @@ def page(found: dict[str, list[Run]]) -> str:
 
 {verdict(found, step)} All arms share the networks, the data, the number of critic steps and the time. `spectral_norm` promises norms of 1, but the true norms of its convolutions are {min(norms):.2f} to {max(norms):.2f}, because it measures the reshaped kernel. `constrain` keeps every layer at 1 or less, proved. The proved constant is far from what the critic does: its gradients at images have {100 * used:.2g} % of that norm.
 
-Each run is on CIFAR-10, with {len(found["lipbound"])} seeds an arm. The two limited arms have the hinge loss (Miyato et al. 2018), and WGAN-GP its own loss (Gulrajani et al. 2017). The critic takes {first["critic_steps"]} steps for each step of the generator, and the batch is {first["batch"]}. A critic whose layers have norm 1 has small outputs, so they are multiplied by a number, which is the critic's Lipschitz limit.
+Each run is on CIFAR-10, with {len(found["lipbound"])} seeds an arm. The two limited arms have the hinge loss (Miyato et al. 2018), and WGAN-GP its own loss (Gulrajani et al. 2017). The critic takes {first["critic_steps"]} steps for each step of the generator, and the batch is {first["batch"]}. A critic whose layers have norm 1 has small outputs, so the outputs of the two limited critics are multiplied by a factor. With `constrain`, this factor is the critic's Lipschitz limit.
 
 ## Quality of the samples
 
