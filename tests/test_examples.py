@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from lipbound.files import read
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("plain_loop", "lightning_module", "factory_model", "gan")
+NAMES = ("plain_loop", "lightning_module", "factory_model", "gan", "flow")
 
 
 def load(path: Path):
@@ -87,6 +88,70 @@ def test_a_gan_learns_the_brightness_of_its_images(arm, tmp_path):
     options = {**GAN, "steps": 60, "every": 60, "lr": 5e-3, "scale": 10.0}
     generator = example.train(arm, 0, images, tmp_path, torch.device("cpu"), **options)
     assert abs(float(example.sample(generator, 64).float().mean()) - 230) < 40, "it began near 127"
+
+
+@pytest.fixture(scope="module")
+def flow():
+    pytest.importorskip("sklearn", reason="scikit-learn's digits")
+    torch.manual_seed(0)
+    example = load(ROOT / "examples" / "flow.py")
+    pixels, _, held = example.images()
+    blocks = [example.Gaussian(pixels), example.Residual(16), example.Coupling(16)]
+    for block in blocks[1:]:
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, 0, 0.1)
+    return example, [block.double().eval() for block in blocks], held[:5].double()
+
+
+def total(block, x):
+    """Values summed over the images: the Jacobian has one block for each image."""
+    return block(x, True)[0].sum(0)
+
+
+@torch.no_grad()
+def test_log_determinants_of_a_flow_are_those_of_its_jacobians(flow):
+    _, blocks, held = flow
+    x = held + 0.5
+    for block in blocks:
+        y, logdet = block(x, True)
+        dense = torch.autograd.functional.jacobian(partial(total, block), x).transpose(0, 1)
+        torch.testing.assert_close(logdet, torch.linalg.slogdet(dense).logabsdet)
+        x = y
+
+
+@torch.no_grad()
+def test_the_power_series_of_a_flow_is_right_on_average(flow):
+    example, (_, block, _), _ = flow
+    torch.manual_seed(0)
+    x = torch.randn(1, example.PIXELS, dtype=torch.float64)
+    (exact,), drawn = block(x, True)[1], block(x.expand(4000, -1), False)[1]
+    assert abs(drawn.mean() - exact) < 4 * drawn.std() / 4000**0.5
+    assert drawn.std() > 1e-3
+
+
+@torch.no_grad()
+def test_the_inverse_of_a_flow(flow):
+    example, (start, block, _), held = flow
+    x = held + torch.rand_like(held)
+    z, _ = start(x, True)
+    torch.testing.assert_close(start.inverse(z), x, rtol=0, atol=1e-8)
+    y, _ = block(z, True)
+    torch.testing.assert_close(block.inverse(y), z, rtol=0, atol=2 * example.TOLERANCE)
+
+
+def test_a_flow_from_its_command(tmp_path, capsys):
+    pytest.importorskip("sklearn", reason="scikit-learn's digits")
+    pytest.importorskip("matplotlib", reason="the picture")
+    out, picture = tmp_path / "flow.jsonl", tmp_path / "flow.png"
+    example = load(ROOT / "examples" / "flow.py")
+    example.main(["--steps", "4", "--blocks", "2", "--out", str(out), "--picture", str(picture)])
+    (record,) = read(out)
+    assert record["bits"]["i-ResNet"] < record["bits"]["Gaussian"]
+    assert record["inverse_error"] < 1e-5
+    assert max(record["rates"]) < example.CONTRACTION * 1.001
+    assert all(a <= b for a, b in zip(record["iterations"], record["promised"], strict=True))
+    assert picture.stat().st_size > 1000
+    assert "contractions, proved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
