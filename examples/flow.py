@@ -181,9 +181,13 @@ def draw(path: Path, flow: nn.Sequential, full: MultivariateNormal, held: Tensor
     for block in reversed(flow):
         z = block.inverse(z)
     blocks = [held[:40], z.floor(), full.sample((40,)).floor()]
-    tiles = [b.clamp(0, 16).view(5, 8, 8, 8).permute(0, 2, 1, 3).reshape(40, 64) for b in blocks]
-    wall = torch.cat([nn.functional.pad(tile.float(), (4, 4, 4, 4)) for tile in tiles], 1)
-    image.imsave(path, wall.repeat_interleave(5, 0).repeat_interleave(5, 1), cmap="gray_r")
+    tiles = [
+        nn.functional.pad(b.clamp(0, 16).view(5, 8, 8, 8), (1, 1, 1, 1)).transpose(1, 2)
+        for b in blocks
+    ]
+    walls = [nn.functional.pad(tile.reshape(50, 80).float(), (8, 8, 4, 4)) for tile in tiles]
+    wall = torch.cat(walls, 1)
+    image.imsave(path, wall.repeat_interleave(4, 0).repeat_interleave(4, 1), cmap="gray_r")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -199,12 +203,13 @@ def main(arguments: list[str] | None = None) -> None:
     drawn = torch.cat([noisy(held.double()) for _ in range(10)])
     plain = torch.cat([noisy(pixels.double()) for _ in range(20)])
     full = MultivariateNormal(plain.mean(0), torch.cov(plain.T))
-    found = {"Gaussian": float(bits(full.log_prob(drawn)))}
+    found, sizes = {"Gaussian": float(bits(full.log_prob(drawn)))}, {}
     start = Gaussian(pixels)
     found["histograms, then Gaussian"] = float(bits(log_density([start.double()], drawn)))
 
     for name, block in {"RealNVP": Coupling, "i-ResNet": Residual}.items():
         flow = nn.Sequential(start.float(), *(block() for _ in range(chosen.blocks)))
+        sizes[name] = sum(parameter.numel() for parameter in flow.parameters())
         begin = time.process_time()
         train(flow, pixels, chosen_by, chosen.steps)
         seconds = time.process_time() - begin
@@ -224,9 +229,9 @@ def main(arguments: list[str] | None = None) -> None:
         draw(chosen.picture, flow, full, held)
     if chosen.out:
         about = {"seed": chosen.seed, "steps": chosen.steps, "blocks": chosen.blocks}
-        measured = {"held": len(held), "bits": found, "rates": rates, **inverse}
-        append(chosen.out, {"experiment": "flow", **provenance("cpu"), **about, **measured,
-                            "cpu_seconds": round(seconds, 1)})  # fmt: skip
+        about |= {"parameters": sizes, "cpu_seconds": round(seconds, 1), "held": len(held)}
+        measured = {"bits": found, "rates": rates, **inverse}
+        append(chosen.out, {"experiment": "flow", **provenance("cpu"), **about, **measured})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.pages import certified, results, robustness, trust
+from tools.pages import certified, flow, results, robustness, trust
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,7 +24,7 @@ def test_examples_run_and_links_exist(page):
         assert path.exists() or path in BUILT, link
 
 
-PAGES = [results, pytest.param(robustness, marks=pytest.mark.slow), certified, trust]
+PAGES = [results, pytest.param(robustness, marks=pytest.mark.slow), certified, flow, trust]
 
 
 @pytest.mark.parametrize("module", PAGES, ids=lambda module: module.__name__)

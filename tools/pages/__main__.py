@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.pages import DOCS, certified, gan, picture, results, robustness, trust
+from tools.pages import DOCS, certified, flow, gan, picture, results, robustness, trust
 
-for page in (results, robustness, certified, gan, trust, picture):
+for page in (results, robustness, certified, flow, gan, trust, picture):
     page.main(DOCS)

@@ -12,7 +12,7 @@ from lipbound.paper import table2, table4
 from lipbound.paper.reproduce import report, write_figure
 from lipbound.report.figures import speed_figure
 from lipbound.report.markdown import digits, table
-from tools.pages import DOCS, cells, certified, gan, lines, record, robustness, trust, write
+from tools.pages import DOCS, cells, certified, flow, gan, lines, record, robustness, trust, write
 
 MADE = "All numbers come from the records in `benchmarks/records`, and `make pages` writes this page from them."
 SIGMA = "σ1 is the largest singular value of a convolution: the largest factor by which the layer can amplify the L2 norm of a perturbation."
@@ -68,6 +68,7 @@ def index() -> str:
         *robustness.claims(table2.by_tier(cells("table2"))),
         *certified.claims(),
         *gan.claims(),
+        *flow.claims(),
     ]  # fmt: skip
     return f"""# Results
 
