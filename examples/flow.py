@@ -110,7 +110,7 @@ class Residual(nn.Module):
 
 
 class Coupling(nn.Module):
-    """RealNVP: one half of the values sets scale and shift of the other half."""
+    """RealNVP: half of the values sets scale and shift of the others, so it takes two for all."""
 
     def __init__(self, width: int = 64):
         super().__init__()
@@ -207,8 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
     start = Gaussian(pixels)
     found["histograms, then Gaussian"] = float(bits(log_density([start.double()], drawn)))
 
-    for name, block in {"RealNVP": Coupling, "i-ResNet": Residual}.items():
-        flow = nn.Sequential(start.float(), *(block() for _ in range(chosen.blocks)))
+    for name, block, times in [("RealNVP", Coupling, 2), ("i-ResNet", Residual, 1)]:
+        flow = nn.Sequential(start.float(), *(block() for _ in range(times * chosen.blocks)))
         sizes[name] = sum(parameter.numel() for parameter in flow.parameters())
         begin = time.process_time()
         train(flow, pixels, chosen_by, chosen.steps)

@@ -83,7 +83,7 @@ def page(runs: list[dict[str, Any]]) -> str:
 
 The flow needs {verdict(runs)}. Every block x + g(x) is invertible, because each of the {len(rates)} maps g is proved to have a Lipschitz constant of at most {math.ceil(1e4 * max(rates)) / 1e4:.4f}. The inverse returns all {first["held"]} held-out digits with an error of at most {max(run["inverse_error"] for run in runs):.1e} grey levels, after {min(p[0] for p in pairs)} to {max(p[0] for p in pairs)} iterations a block.
 
-The data are scikit-learn's digits (8×8 pixels, 17 grey levels), with uniform noise of one level. The flow (Behrmann et al. 2019) starts from the histograms of the pixels and their covariance, and has {first["blocks"]} blocks of two Linear layers, whose norms `lipbound.constrain` limits. Training estimates the log-determinants by a power series with random vectors (Hutchinson). All numbers here have exact log-determinants of 64×64 Jacobians, in float64. They are for {first["held"]} digits that were not used for training or for choosing the step to stop at, with 10 draws of noise each. RealNVP (Dinh et al. 2017) has the same number of blocks, optimizer and steps ({first["steps"]:,}).
+The data are scikit-learn's digits (8×8 pixels, 17 grey levels), with uniform noise of one level. The flow (Behrmann et al. 2019) starts from the histograms of the pixels and their covariance, and has {first["blocks"]} blocks of two Linear layers, whose norms `lipbound.constrain` limits. Training estimates the log-determinants by a power series with random vectors (Hutchinson). All numbers here have exact log-determinants of 64×64 Jacobians, in float64. They are for {first["held"]} digits that were not used for training or for choosing the step to stop at, with 10 draws of noise each. RealNVP (Dinh et al. 2017) has {2 * first["blocks"]} coupling layers of the same width, since each changes one half of the values, and the same optimizer and steps ({first["steps"]:,}).
 
 {table(["density", "trained parameters", f"bits per pixel, mean of {len(runs)} seeds [smallest, largest]"], bits)}
 
@@ -95,7 +95,7 @@ The inverse of a block repeats x ← y − g(x). It stops when Banach's fixed-po
 
 From left to right: held-out digits, samples of the flow (seed {first["seed"]}), samples of the Gaussian on the pixels.
 
-Training of the flow took {times[0]:.0f} to {times[-1]:.0f} seconds of processor time a seed ({first["device"]}, PyTorch {first["torch"]}). The settings of the flow and the learning rate of RealNVP were chosen in shorter runs with other seeds. Some of those runs divided the digits differently, so they have seen digits that are held out here.
+Training of the flow took {times[0]:.0f} to {times[-1]:.0f} seconds of processor time a seed ({first["device"]}, PyTorch {first["torch"]}). The settings of the flow, and the learning rate and size of RealNVP, were chosen in shorter runs with other seeds. Some of those runs divided the digits differently, so they have seen digits that are held out here.
 
 ```sh
 for seed in {" ".join(str(run["seed"]) for run in runs)}; do python examples/flow.py --seed $seed --out benchmarks/records/flow.jsonl; done
