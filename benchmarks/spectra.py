@@ -192,10 +192,8 @@ def main() -> None:
     ]
     layers.sort(key=lambda layer: min(layer[1].shape[:2]) * layer[2])  # small matrices first
     with within(settings.minutes):
-        more = [layer for layer in layers if compare(*layer)]  # every layer once
-        for layer in more:  # then each to a narrow interval
-            while compare(*layer):
-                pass
+        while layers:  # in rounds, so that all have a result when the time is up
+            layers = [layer for layer in layers if compare(*layer)]
 
 
 if __name__ == "__main__":
