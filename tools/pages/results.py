@@ -337,13 +337,13 @@ def spectra() -> str:
 
 The quantiles of [`spectrum`](../api/spectrum.md) approach those of the layer's matrix as inputs grow. Their largest distance, divided by σ1, is at most {", ".join(map(within, sizes))}.
 
-The theorem is about the limit, and the border of an image is what is missing: its share halves when the size doubles. The table has the largest distance of the quantiles, and the mean in brackets, for the convolutions of a trained ResNet-20, with stride 1 and zero padding. One number is from an SVD, where the matrix could be decomposed in minutes ({exact["device"]}).{told} The grid has {" × ".join(map(str, exact["samples"]))} frequencies.
+The theorem is about the limit, and the border of an image is what is missing: its share halves when the size doubles, and so does the mean distance. The largest distance falls more slowly. The table has the largest distance of the quantiles, and the mean in brackets, for the convolutions of a trained ResNet-20, with stride 1 and zero padding. One number is from an SVD, where the matrix could be decomposed in minutes ({exact["device"]}).{told} The grid has {" × ".join(map(str, exact["samples"]))} frequencies.
 
 {table(["layer", "kernel", *(f"{n} pixels" for n in sizes)], rows)}
 
 ```sh
-python -m benchmarks.spectra resnet20.safetensors --sizes 8,16,32 --most 4200 --out FILE
-python -m benchmarks.spectra resnet20.safetensors --sizes 64 --most 12288 --counts 200 --out FILE
+python -m benchmarks.spectra resnet20.safetensors --sizes 8,16 --most 8192 --out FILE
+python -m benchmarks.spectra resnet20.safetensors --sizes 32,64 --most 12288 --counts 200 --out FILE
 ```
 """
 
