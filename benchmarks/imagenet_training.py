@@ -33,15 +33,22 @@ WARM = 6  # steps before a measurement, in which code is compiled and captured
 HELD = 2048  # images in memory
 
 
-def timed(run: Run, feed: Feed, steps: int, who: Team) -> dict[str, float]:
+class Counted(Feed):
+    """A feed that counts its own steps, because each of the two must be asked in order."""
+
+    step = 0
+
+
+def timed(run: Run, feed: Counted, steps: int, who: Team) -> dict[str, float]:
     """Take steps with the images of a feed; return seconds in all, and seconds spent waiting."""
     wait = torch.cuda.synchronize if who.device.type == "cuda" else lambda: None
-    run.feed, feed.waited = feed, 0.0
+    run.feed, feed.waited, run.step = feed, 0.0, feed.step
     wait()
     start = time.perf_counter()
     for _ in range(steps):
         run.advance()
     wait()
+    feed.step = run.step
     return {"seconds": time.perf_counter() - start, "waited": feed.waited}
 
 
@@ -64,14 +71,14 @@ def measured(given: argparse.Namespace, who: Team) -> dict[str, Any]:
     data = data_set("shards", given.folder)
     start = time.perf_counter()
     run = Run(chosen, data, who)
-    shards, images = run.feed, run.data.train
+    images = run.data.train
     count = min(HELD, len(images))
     parts = torch.arange(count).split(given.batch)
     held = [torch.cat(part) for part in zip(*images.stream(parts, None), strict=True)]
     within = Memory(held[0].repeat(-(-given.batch * 8 // count), 1, 1, 1),
                     held[1].repeat(-(-given.batch * 8 // count)))  # fmt: skip
     fixed = type(data)(within, data.test, data.classes, data.mean, data.std)
-    ready = Feed(chosen, fixed, who)
+    ready, shards = Counted(chosen, fixed, who), Counted(chosen, run.data, who)
     replay, run.networks.replay = run.networks.replay, None
     timed(run, ready, WARM, who)
     memory(who)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.pages import DOCS, certified, flow, gan, picture, results, robustness, trust
+from tools.pages import DOCS, certified, flow, gan, imagenet, picture, results, robustness, trust
 
-for page in (results, robustness, certified, flow, gan, trust, picture):
+for page in (results, robustness, certified, flow, gan, imagenet, trust, picture):
     page.main(DOCS)

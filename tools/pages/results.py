@@ -12,7 +12,19 @@ from lipbound.paper import table2, table4
 from lipbound.paper.reproduce import report, write_figure
 from lipbound.report.figures import speed_figure
 from lipbound.report.markdown import digits, table
-from tools.pages import DOCS, cells, certified, flow, gan, lines, record, robustness, trust, write
+from tools.pages import (
+    DOCS,
+    cells,
+    certified,
+    flow,
+    gan,
+    imagenet,
+    lines,
+    record,
+    robustness,
+    trust,
+    write,
+)  # fmt: skip
 
 MADE = "All numbers come from the records in `benchmarks/records`, and `make pages` writes this page from them."
 SIGMA = "σ1 is the largest singular value of a convolution: the largest factor by which the layer can amplify the L2 norm of a perturbation."
@@ -69,6 +81,7 @@ def index() -> str:
         *certified.claims(),
         *gan.claims(),
         *flow.claims(),
+        *imagenet.claims(),
     ]  # fmt: skip
     return f"""# Results
 
