@@ -11,6 +11,7 @@ from lipbound import __version__
 from lipbound.cli.attack import attack
 from lipbound.cli.audit import audit
 from lipbound.cli.certify import certify
+from lipbound.cli.export import export
 from lipbound.cli.paper import bench, reproduce
 from lipbound.cli.train import train
 from lipbound.report.progress import bar
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure, certify and control the Lipschitz constant of convolutional networks.",
 )
-for command in (audit, train, attack, certify, reproduce, bench):
+for command in (audit, train, attack, certify, export, reproduce, bench):
     app.command()(command)
 
 

@@ -10,6 +10,7 @@ from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.plan import ATTACKS, Plan
 from lipbound.robust.certification import certification
 from lipbound.robust.data import DATA, Data, data_set
+from lipbound.robust.export import export
 from lipbound.robust.models import MODELS
 from lipbound.robust.training.loop import train
 from lipbound.robust.training.margins import LOSSES as MARGIN_LOSSES
@@ -35,6 +36,7 @@ __all__ = [
     "certification",
     "data_set",
     "evaluate",
+    "export",
     "load_model",
     "load_trained",
     "pair_constants",
