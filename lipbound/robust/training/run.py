@@ -263,13 +263,16 @@ class Run:
         self.networks.follow(parts[-1][0], self.step)
         with torch.no_grad():
             right = (logits.argmax(1) == labels).sum()
-            self.sums += torch.stack([loss * len(labels), value * len(labels), right,
-                                      right.new_tensor(len(labels))]).float()  # fmt: skip
+            count = torch.full_like(right, len(labels))  # a copy from the host would wait for it
+            found = torch.stack([loss * len(labels), value * len(labels), right, count])
+            self.sums += found.float()
         now = time.perf_counter()
         if watcher is not None and self.who.first and now - self.shown > 0.5:
             self.shown = now  # reading the loss waits for the device: not at every step
             expected = round(self.step / max(self.progress, 1e-6))
             watcher.step(self.step, expected, float(loss.detach()))
+        if self.chosen.minutes and self.who.device.type == "cuda":
+            torch.cuda.synchronize(self.who.device)  # else the host would be ahead of the clock
         if not self.chosen.minutes or self.step > FIRST:
             self.seconds += time.perf_counter() - start
         if self.chosen.minutes and self.who.size > 1:  # all processes must agree on the time
