@@ -126,7 +126,7 @@ class Evil:
 
 def test_members_that_are_not_read(tmp_path, png, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    link = tarfile.TarInfo("../b.webp")
+    link = tarfile.TarInfo("../b.pkl")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     before = {p for p in tmp_path.rglob("*") if p.suffix != ".tar"}
     for split in ("train", "val"):
@@ -153,7 +153,36 @@ def header(size: int, kind: bytes = b"0") -> bytes:
     return bytes(block)
 
 
+def shard(*members: tuple[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as file:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def linked(kind: bytes) -> bytes:
+    """A sample whose picture is a link to another picture."""
+    info = tarfile.TarInfo("b.png")
+    info.type, info.linkname = kind, "a.png"
+    return shard(("a.png", b""), ("a.cls", b"1"))[:1536] + info.tobuf() + bytes(1024)
+
+
+GOOD = shard(*[(f"{i}.{ending}", b"1") for i in range(3) for ending in ("png", "cls")])
+THIRD = "it is not a complete tar file: byte 2,048 begins neither a member nor the end"
+
 BROKEN = {
+    "two labels": ([("a.cls", b"1"), ("a.png", b""), ("a.cls", b"2")], "sample 'a' has two labels"),
+    "hard link": (linked(tarfile.LNKTYPE), "'b.png' is a link; write the file with tar --deref"),
+    "link": (linked(tarfile.SYMTYPE), "'b.png' is a link; write the file with tar --deref"),
+    "damaged header": (GOOD[:2050] + b"x" + GOOD[2051:], THIRD),
+    "wiped header": (GOOD[:2048] + bytes(512) + GOOD[2560:], THIRD),
+    "wiped rest": (GOOD[:2048] + bytes(2 << 20), THIRD),
+    "cut in a header": (GOOD[:2148], THIRD),
+    "cut before a header": (GOOD[:2048], THIRD),
+    "joined by cat": (GOOD + GOOD, "it is not a complete tar file: byte 6,144 begins neither"),
     "no label": ([("a.png", b"")], "sample 'a' has no label (.cls) next to it"),
     "no picture": ([("a.cls", b"1")], "sample 'a' has no picture (.bmp, .jpeg, "),
     "apart": ([("a.cls", b"1"), ("b.png", b"")], "sample 'a' has no picture"),
@@ -195,6 +224,14 @@ def test_shards_that_are_not_there(tmp_path, png):
         data_set("shards", tmp_path / "none")
     with pytest.raises(ValueError, match="cannot open 'nothing://x': Protocol not known"):
         data_set("shards", "nothing://x")
+    tar(tmp_path / "train-0.tar", ("README", b""), ("a.v1.png", png), ("a.v1.cls", b"0"))
+    with pytest.raises(ValueError, match=r"no sample in .*train-0\.tar .* up to its first dot"):
+        data_set("shards", tmp_path)
+    (tmp_path / "train-1.tar").symlink_to(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"train-1\.tar is not a file; is it a broken link"):
+        data_set("shards", tmp_path)
+    (tmp_path / "train-0.tar").unlink()
+    (tmp_path / "train-1.tar").unlink()
     with pytest.raises(ValueError, match="needs --folder"):
         data_set("shards")
     with pytest.raises(ValueError, match="data 'folder' is read from a local folder, not from"):
@@ -206,6 +243,21 @@ def test_shards_that_are_not_there(tmp_path, png):
     tar(tmp_path / "set-validation-0.tar", ("a.png", b"GIF89a"), ("a.cls", b"3"))
     with pytest.raises(ValueError, match=r"set-validation-0\.tar, byte 512' is not a readable"):
         data_set("shards", tmp_path)
+
+
+def test_shards_that_are_links(tmp_path, png):
+    store, folder = tmp_path / "store", tmp_path / "data"
+    store.mkdir()
+    folder.mkdir()
+    for name, label in (("train-0", b"0"), ("train-1", b"1"), ("val-0", b"1")):
+        tar(store / name, ("a.png", png), ("a.cls", label))
+        (folder / f"{name}.tar").symlink_to(store / name)
+    (folder / "lipbound-index-train.npz").symlink_to("/dev/zero")  # is not read to its end
+    data = data_set("shards", folder)
+    assert sorted(data.train.load(torch.arange(2))[1].tolist()) == [0, 1]
+    tar(store / "train-0", ("a.cls", b"2"), ("a.png", png))  # of the same size
+    os.utime(store / "train-0", (1, 1))
+    assert sorted(data_set("shards", folder).train.load(torch.arange(2))[1].tolist()) == [1, 2]
 
 
 def counted(monkeypatch, module, name: str) -> list[object]:

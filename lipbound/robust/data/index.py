@@ -72,8 +72,8 @@ def parted(names: NDArray[np.uint8]) -> list[bytes]:
 
 
 def _beside(filesystem: Any, place: str) -> bytes:
-    if filesystem.size(place) > LARGEST:
-        raise ValueError("it is too large")
+    if not filesystem.isfile(place) or filesystem.size(place) > LARGEST:
+        raise ValueError("it is too large, or a device that does not end")
     content: bytes = filesystem.cat_file(place)
     return content
 

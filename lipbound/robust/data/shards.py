@@ -96,10 +96,16 @@ def _listed(
         raise ValueError(f"there is no folder {folder!r}") from None
     except Exception as error:  # every kind of storage has its own errors
         raise ValueError(f"cannot list {folder!r}: {error}") from None
-    files = {PurePosixPath(e["name"]).name: e for e in entries if e["type"] == "file"}
+    files = {PurePosixPath(e["name"]).name: e for e in entries if e["type"] != "directory"}
     for word in SPLITS[kind]:
         pattern = re.compile(rf"(.*[-_.])?{word}([-_.].*)?\.tar", re.IGNORECASE)
         names = sorted(name for name in files if pattern.fullmatch(name))
+        for name in names:
+            if files[name].get("islink"):  # type, size and time are otherwise those of the link
+                target = os.path.realpath(files[name]["name"])
+                files[name] = filesystem.info(target) if filesystem.exists(target) else {"type": ""}
+            if files[name]["type"] != "file":
+                raise ValueError(f"{folder}/{name} is not a file; is it a broken link?")
         if names:
             sizes = np.array([files[name]["size"] for name in names], np.int64)
             marks = [str([files[name].get(mark) for mark in ("size", *MARKS)]) for name in names]
@@ -136,6 +142,11 @@ def _scanned(folder: str, names: list[bytes]) -> Arrays:
         if isinstance(found, str):
             raise ValueError(found)
         parts.append(found)
+    if not any(len(part) for part in parts):
+        raise ValueError(
+            f"there is no sample in {folder}/{os.fsdecode(names[0])} or the shards like it: a "
+            "picture and its label have the same name up to its first dot, such as a.jpg and a.cls"
+        )
     shards = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     columns = np.concatenate(parts).T
     kinds = (np.int64, np.int32, np.int32)
@@ -168,12 +179,18 @@ def samples(file: Any) -> Iterator[tuple[int, int, int]]:
     Members of other kinds are not read.
 
     Raises:
-        ValueError: If the file is damaged, or a sample lacks its picture or its label.
+        ValueError: If the file is damaged, or a sample has not one picture and one label.
     """
     sample = _Sample("")
     for member in _members(file):
         folder, _, name = member.name.rpartition("/")
         stem, dot, ending = name.partition(".")
+        wanted = ending == "cls" or f".{ending.lower()}" in ENDINGS
+        if wanted and stem and (member.islnk() or member.issym()):
+            raise ValueError(
+                f"{member.name!r} is a link; write the file with tar --dereference "
+                "--hard-dereference"
+            )
         if not (stem and dot and member.isreg()):
             continue
         key = f"{folder}/{stem}"
@@ -198,6 +215,14 @@ def _members(file: Any) -> Iterator[tarfile.TarInfo]:
                     raise ValueError("it has a member of negative size")
                 end = member.offset_data
                 yield member
+            # A damaged header ends a tar file for tarfile, and what follows would be lost.
+            file.seek(tar.offset)
+            rest = file.read(HEADER + 1)
+            if not rest or len(rest) > HEADER or rest.strip(b"\0"):
+                raise ValueError(
+                    f"it is not a complete tar file: byte {tar.offset:,} "
+                    "begins neither a member nor the end"
+                )
     except (tarfile.TarError, EOFError, OSError, RecursionError) as error:
         raise ValueError(f"it is not a complete tar file: {error}") from None
 
@@ -240,6 +265,8 @@ class _Sample:
         self.picture = member.offset_data, member.size
 
     def add_label(self, member: tarfile.TarInfo, file: Any) -> None:
+        if self.label is not None:
+            raise ValueError(f"sample {self.key.lstrip('/')!r} has two labels")
         text = b""
         if member.size <= DIGITS and not member.issparse():
             file.seek(member.offset_data)
