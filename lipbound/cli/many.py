@@ -83,7 +83,8 @@ def audit_many(
     elif audits.found:
         result_table(audits)
     if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        others = ", ".join(one["source"] for one in wrong[1:])
+        more = f" (and also: {others})" if others else ""
         raise ValueError(f"{wrong[0]['source']}: {wrong[0]['failed']}{more}")
     _judge(audits.found, limit)
 

@@ -260,6 +260,15 @@ def test_shards_that_are_links(tmp_path, png):
     assert sorted(data_set("shards", folder).train.load(torch.arange(2))[1].tolist()) == [1, 2]
 
 
+def test_a_class_of_the_test_images_alone(tmp_path):
+    folder = pictures(tmp_path / "images")
+    (folder / "val" / ".hidden").mkdir()
+    data_set("folder", folder)
+    (folder / "val" / "Cat").mkdir()
+    with pytest.raises(ValueError, match=r"val' has the class 'Cat', but .*train has not"):
+        data_set("folder", folder)
+
+
 def counted(monkeypatch, module, name: str) -> list[object]:
     calls: list[object] = []
     whole = getattr(module, name)

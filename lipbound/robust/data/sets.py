@@ -266,6 +266,11 @@ def folder(folder: Path | None = None) -> Data:
     if place is None or not (root / "train").is_dir():
         raise ValueError(f"{str(root)!r} must contain the folders train and val (or test)")
     classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
+    named = {p.name for p in place.iterdir() if p.is_dir() and not p.name.startswith(".")}
+    if more := named - set(classes):
+        raise ValueError(
+            f"{str(place)!r} has the class {min(more)!r}, but {root / 'train'} has not"
+        )
     return _encoded(ImageFiles(root / "train", classes), ImageFiles(place, classes), len(classes))
 
 

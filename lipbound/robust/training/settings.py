@@ -40,7 +40,8 @@ class Settings:
         schedule: Learning rate schedule. ``steps`` multiplies by ``gamma`` at each milestone,
             ``onecycle`` rises for 40 % of the run and then falls to zero, ``cosine`` rises for 4 %
             and then falls along a cosine, ``constant`` is constant.
-        warmup: Epochs over which the learning rate rises from almost 0 to its schedule.
+        warmup: Epochs over which the learning rate rises from almost 0 to its schedule. With
+            ``minutes`` it is the share ``warmup / epochs`` of them.
         milestones: Epochs at which the ``steps`` schedule changes the learning rate.
         gamma: Factor of the learning rate at each milestone.
         momentum: Momentum of SGD, or the first of Adam's two decays.
