@@ -85,7 +85,9 @@ def audit(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write the audit with pictures to this self-contained HTML file."),
+        typer.Option(
+            help="Write the audit of one SOURCE with pictures to this self-contained HTML file."
+        ),
     ] = None,
     fail_above: Annotated[
         float | None,
@@ -126,7 +128,8 @@ def audit(
         option = "--against" if against is not None else "--html"
         raise ValueError(f"{option} works with one SOURCE, not with {len(sources)}")
     for named in filter(None, (*sources, against)):
-        check_source(named)
+        if len(sources) == 1:  # of several, those that are there are audited
+            check_source(named)
         if html is not None and html.exists() and os.path.exists(named) and html.samefile(named):
             raise ValueError(
                 f"--html {str(html)!r} would overwrite the weights; choose another file"

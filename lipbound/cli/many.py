@@ -32,7 +32,7 @@ class Audits(Result):
     found: Sequence[dict[str, Any]]
 
     def title(self) -> str:
-        return f"{len(self.found)} networks"
+        return "1 network" if len(self.found) == 1 else f"{len(self.found)} networks"
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -82,10 +82,10 @@ def audit_many(
         echo(json.dumps({**audits.to_dict(), "failed": wrong}, indent=1))
     elif audits.found:
         result_table(audits)
+    for one in wrong[:-1]:
+        say(f"{one['source']}: {one['failed']}")
     if wrong:
-        others = ", ".join(one["source"] for one in wrong[1:])
-        more = f" (and also: {others})" if others else ""
-        raise ValueError(f"{wrong[0]['source']}: {wrong[0]['failed']}{more}")
+        raise ValueError(f"{wrong[-1]['source']}: {wrong[-1]['failed']}")
     _judge(audits.found, limit)
 
 

@@ -218,7 +218,7 @@ def test_broken_shards(tmp_path, monkeypatch, capsys, name):
 
 
 def test_shards_that_are_not_there(tmp_path, png):
-    with pytest.raises(ValueError, match=r"no shards in '.*': .* such as train-000000\.tar"):
+    with pytest.raises(ValueError, match=r"no train shards in '.*': .* such as train-000000\.tar"):
         data_set("shards", tmp_path)
     with pytest.raises(ValueError, match="there is no folder"):
         data_set("shards", tmp_path / "none")

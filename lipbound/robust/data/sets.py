@@ -281,7 +281,9 @@ def shards(folder: Path | str | None = None) -> Data:
         folder: A local folder or an address such as ``s3://bucket/imagenet``.
     """
     if folder is None:
-        raise ValueError("this data needs --folder, the folder or address of train-000000.tar, ...")
+        raise ValueError(
+            "data 'shards' needs --folder, the folder or address of train-000000.tar, ..."
+        )
     train, test = Shards(str(folder), "train"), Shards(str(folder), "test")
     classes = int(train.labels.max()) + 1
     if test.labels.max() >= classes:

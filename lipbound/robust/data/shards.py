@@ -111,7 +111,10 @@ def _listed(
             marks = [str([files[name].get(mark) for mark in ("size", *MARKS)]) for name in names]
             return [os.fsencode(n) for n in names], [m.encode() for m in marks], sizes
     words = " or ".join(f"{word}-000000.tar" for word in SPLITS[kind])
-    raise ValueError(f"no shards in {folder!r}: it must hold tar files such as {words}")
+    raise ValueError(
+        f"no {kind} shards in {folder!r}: it must hold tar files such as {words}, for training and "
+        f"for test; for images in train/CLASS/ use --data folder"
+    )
 
 
 def _sound(index: Arrays, sizes: NDArray[np.int64]) -> bool:

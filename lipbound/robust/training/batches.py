@@ -31,10 +31,13 @@ class Feed:
 
     def __init__(self, chosen: Settings, data: Data, who: Team):
         if chosen.batch % (who.size * chosen.accumulate):
-            parts = f" with {chosen.accumulate} parts each" if chosen.accumulate > 1 else ""
+            whole = who.size * chosen.accumulate
+            parts = f" × {chosen.accumulate} parts" if chosen.accumulate > 1 else ""
             processes = "process" if who.size == 1 else "processes"
+            fit = max(whole, chosen.batch // whole * whole)
             raise ValueError(
-                f"batch={chosen.batch} is not divisible by {who.size} {processes}{parts}"
+                f"batch={chosen.batch} is not divisible by {who.size} {processes}{parts}; use a "
+                f"multiple of {whole}, for example --set batch={fit}"
             )
         self.chosen, self.data, self.who = chosen, data, who
         count = min(len(data.train), chosen.first or len(data.train))
