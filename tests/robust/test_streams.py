@@ -476,3 +476,13 @@ def test_a_signal_to_all_processes_stops_the_run_once(tmp_path, kind):
     assert process.returncode == (130 if kind == signal.SIGINT else 0), err
     assert err.count("Stopping after this step") == 1, err
     assert "Traceback" not in err
+
+
+def test_a_pipe_among_the_images_is_named(tmp_path, png):
+    """Reading it would block for ever."""
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "0.png").write_bytes(png)
+    os.mkfifo(tmp_path / "val" / "a" / "1.png")
+    with pytest.raises(ValueError, match=r"1\.png' is not a file"):
+        data_set("folder", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class ImageFiles:
 
 def _content(path: str) -> bytes:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block for ever
+            raise ValueError(f"{path!r} is not a file")
         with open(path, "rb") as file:
             content = file.read(ENCODED + 1)
     except OSError as error:
