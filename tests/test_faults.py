@@ -263,14 +263,14 @@ def interrupted(monkeypatch, when) -> list[int]:
     """Send this process SIGINT when an attack is about to be made that fits; list those after."""
     runs, start, sent = [], Feed.start, []
 
-    def begin(self, images, purpose, index):
+    def begin(self, images, purpose, *place):
         run = runs[-1]
         if sent:
             sent.append(run.step)
         elif when(run, purpose == CHECK):
             sent.append(run.step)
             os.kill(os.getpid(), signal.SIGINT)
-        return start(self, images, purpose, index)
+        return start(self, images, purpose, *place)
 
     monkeypatch.setattr(loop, "Run", lambda *given: runs.append(Run(*given)) or runs[-1])
     monkeypatch.setattr(Feed, "start", begin)

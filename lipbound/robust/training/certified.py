@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lipbound.cuda_graphs import Repeated
 from lipbound.network.audits import audit
 from lipbound.penalty.penalty import Penalty
 from lipbound.robust.attacks.recheck import tf32
+from lipbound.robust.training.descent import Parts
 from lipbound.robust.training.margins import LOSSES, pair_constants
 from lipbound.robust.training.networks import Networks
 from lipbound.robust.training.settings import Settings
@@ -77,9 +78,7 @@ class MarginDescent:
             self.who.device if captures else torch.device("cpu")
         )
 
-    def take(
-        self, parts: Sequence[tuple[Tensor, Tensor]], rate: float, progress: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, parts: Parts, rate: float, progress: float) -> tuple[Tensor, Tensor, Tensor]:
         """Take a step; return loss, logarithm of the tracked constant, and logits.
 
         Args:
