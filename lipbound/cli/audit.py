@@ -21,7 +21,7 @@ from lipbound.cli.arguments import (
     input_shape_of,
     say,
 )
-from lipbound.cli.many import audit_many
+from lipbound.cli.many import audit_many, bounded
 from lipbound.files import write
 from lipbound.report.progress import bar
 from lipbound.results import digits
@@ -263,7 +263,7 @@ def _audit_network(
 
 def _judge(worst: float, limit: float | None, found: Audit, which: str = "") -> None:
     """Exit with code 1 if the bound is above the limit, or if there is none."""
-    if worst == float("inf") and found.log10_upper == worst:
+    if not bounded(worst, found):
         also = "" if limit is None else f", so --fail-above {limit:g} fails"
         say(f"there is no bound of the whole network{which}{also}")
     elif limit is not None and worst > limit:

@@ -12,7 +12,7 @@ import typer
 from lipbound import __version__
 from lipbound.cli.arguments import say
 from lipbound.report.progress import bar
-from lipbound.results import Result, digits
+from lipbound.results import Result, digits, finite
 
 if TYPE_CHECKING:
     from lipbound import Audit
@@ -26,7 +26,8 @@ class Audits(Result):
 
     Attributes:
         found: For each network its ``source``, its ``audit`` as plain data, the largest bound
-            of a layer (``largest``) and the bound to judge (``worst``), ``None`` for none.
+            of a layer (``largest``), the bound to judge (``worst``), ``None`` if it is infinite or
+            above the largest float64, and whether it is ``bounded``.
     """
 
     found: Sequence[dict[str, Any]]
@@ -89,6 +90,11 @@ def audit_many(
     _judge(audits.found, limit)
 
 
+def bounded(worst: float, found: Audit) -> bool:
+    """Whether there is a bound; one above the largest float64 is known by its logarithm alone."""
+    return worst < float("inf") or found.log10_upper < float("inf")
+
+
 def _one(source: str, audited: Audited) -> dict[str, Any]:
     from lipbound.network.findings import audit_json
 
@@ -101,19 +107,20 @@ def _one(source: str, audited: Audited) -> dict[str, Any]:
     return {
         "source": source,
         "audit": about,
-        "worst": worst if worst < float("inf") else None,
-        "largest": max(layers, default=None),
+        "worst": finite(worst),
+        "largest": finite(max(layers)) if layers else None,
+        "bounded": bounded(worst, found),
     }
 
 
 def _judge(found: Sequence[dict[str, Any]], limit: float | None) -> None:
     """Exit with code 1 if a bound is above the limit, or if there is none."""
-    over = [
-        one["source"]
-        for one in found
-        if one["worst"] is None or (limit is not None and one["worst"] > limit)
-    ]
+    over = [one["source"] for one in found if not one["bounded"] or _above(one["worst"], limit)]
     if over:
-        above = "" if limit is None else f" of at most {digits(limit, 6)}"
-        say(f"{len(over)} of {len(found)} networks have no bound{above}: {', '.join(over)}")
+        asked = "" if limit is None else f" of at most {digits(limit, 6)}"
+        say(f"{len(over)} of {len(found)} networks have no bound{asked}: {', '.join(over)}")
         raise typer.Exit(1)
+
+
+def _above(worst: float | None, limit: float | None) -> bool:
+    return limit is not None and (worst is None or worst > limit)

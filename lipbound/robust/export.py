@@ -18,8 +18,8 @@ from torch import nn
 
 from lipbound import __version__
 from lipbound.files import write
-from lipbound.robust.models import MODELS, Normalize, normalized
-from lipbound.robust.training.trained import Trained
+from lipbound.robust.models import MODELS, normalized
+from lipbound.robust.training.trained import Trained, extras
 
 THREATS = {"linf": "Linf", "l2": "L2"}  # names of folders in RobustBench
 WHOLE = 10_000  # images of the test sets of CIFAR, all of which RobustBench asks for
@@ -74,13 +74,9 @@ def definition(trained: Trained, name: str) -> str:
     chosen = trained.settings
     assert chosen is not None
     maker = MODELS[chosen.model]
-    first = trained.model[0] if isinstance(trained.model, nn.Sequential) else None
-    normalizes = isinstance(first, Normalize)
-    inner = trained.model[1] if normalizes and isinstance(trained.model, nn.Sequential) else None
-    network = trained.model if inner is None else inner
-    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    linear = [module for module in trained.model.modules() if isinstance(module, nn.Linear)]
     options: dict[str, Any] = {"classes": linear[-1].out_features, "inputs": trained.input_shape[0]}
-    options |= {key: getattr(chosen, key) for key in ("dropout", "bias") if getattr(chosen, key)}
+    options |= extras(chosen)
     kind: Any = maker
     values: tuple[Any, ...] = ()
     if isinstance(maker, partial):
@@ -88,8 +84,9 @@ def definition(trained: Trained, name: str) -> str:
     shown = [*map(repr, values), *(f"{key}={value!r}" for key, value in options.items())]
     built = f"{kind.__name__}({', '.join(shown)})"
     needed = [kind]
-    if normalizes and isinstance(first, Normalize):
-        mean, std = (tensor.flatten().tolist() for tensor in (first.mean, first.std))
+    if chosen.normalize:
+        mean, std = (trained.model.get_buffer(f"normalize.{n}").flatten().tolist()
+                     for n in ("mean", "std"))  # fmt: skip
         built, needed = f"normalized({built}, {mean!r}, {std!r})", [kind, normalized]
     texts = [inspect.getsource(sys.modules[each.__module__]) for each in needed]
     if any(re.search(r"^\s*(from|import) lipbound", text, re.MULTILINE) for text in texts):

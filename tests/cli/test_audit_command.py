@@ -95,6 +95,24 @@ def test_many_networks_get_a_row_each(monkeypatch, capsys, tmp_path):
     assert (code, err) == (2, "lipbound: --html works with one SOURCE, not with 2\n")
 
 
+def huge() -> torch.nn.Module:
+    """Its bound is above the largest float64."""
+    layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(12)]
+    for layer in layers:
+        torch.nn.init.constant_(layer.weight, 1e30)
+    return torch.nn.Sequential(*layers)
+
+
+def test_a_bound_above_the_largest_number_is_a_bound(monkeypatch, capsys, tmp_path):
+    """Of one network and of several alike; and a bound of 0 is below every limit."""
+    zero, source = *kernels(tmp_path, 0.0), "test_audit_command:huge"
+    shape = ("--input", "1")
+    for given in ((source,), (source, source)):
+        assert run(monkeypatch, capsys, "audit", *given, *shape)[0] == 0
+        assert run(monkeypatch, capsys, "audit", *given, *shape, "--fail-above", "9")[0] == 1
+    assert run(monkeypatch, capsys, "audit", zero, zero, "--fail-above", "0.5")[0] == 0
+
+
 @pytest.mark.slow
 def test_processes_share_many_networks(monkeypatch, capsys, tmp_path):
     paths = kernels(tmp_path, 1.0, 2.0, 3.0, 4.0, 5.0)

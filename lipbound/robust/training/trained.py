@@ -62,13 +62,18 @@ def _images(shape: tuple[int, ...]) -> str:
     return f"{height}×{width} images of {channels} channel{'s' if channels > 1 else ''}"
 
 
+def extras(chosen: Settings) -> dict[str, Any]:
+    """Return the options of the network that the settings change."""
+    return {n: getattr(chosen, n) for n in ("dropout", "bias") if getattr(chosen, n)}
+
+
 def _build(
     chosen: Settings, classes: int, inputs: int, mean: Sequence[float], std: Sequence[float]
 ) -> nn.Module:
     if chosen.model not in MODELS:
         raise unknown("model", chosen.model, MODELS)
     options: dict[str, Any] = {"classes": classes, "inputs": inputs}
-    extra = {n: getattr(chosen, n) for n in ("dropout", "bias") if getattr(chosen, n)}
+    extra = extras(chosen)
     if extra and not chosen.model.startswith(("wrn", "preact")):
         raise ValueError(
             f"model {chosen.model!r} does not support {' and '.join(extra)}; leave it out or use a "
