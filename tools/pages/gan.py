@@ -222,7 +222,9 @@ def page(found: dict[str, list[Run]]) -> str:
     )
     return f"""# A GAN with a limited critic
 
-The critic of a GAN tells generated images from real ones, and should be Lipschitz. {verdict(found, step)} {verdict_in_time(found)} An *arm* is a way to limit the critic; all share the networks, the data and the number of critic steps. `spectral_norm` promises norms of 1, but the true norms of its convolutions are {min(norms):.2f} to {max(norms):.2f}, because it measures the reshaped kernel. `constrain` keeps every layer at 1 or less, proved. The proved constant is far from what the critic does: its gradients at images have {100 * used:.2g} % of that norm.
+{verdict(found, step)} {verdict_in_time(found)}
+
+The critic of a GAN tells generated images from real ones, and should be Lipschitz. An *arm* is a way to limit the critic; all share the networks, the data and the number of critic steps. `spectral_norm` promises norms of 1, but the true norms of its convolutions are {min(norms):.2f} to {max(norms):.2f}, because it measures the reshaped kernel. `constrain` keeps every layer at 1 or less, proved. The proved constant is far from what the critic does: its gradients at images have {100 * used:.2g} % of that norm.
 
 Each run is on CIFAR-10, with {len(found["lipbound"])} seeds an arm. The two limited arms have the hinge loss (Miyato et al. 2018), and WGAN-GP its own loss (Gulrajani et al. 2017). The critic takes {first["critic_steps"]} steps for each step of the generator, and the batch is {first["batch"]}. A critic whose layers have norm 1 has small outputs, so the outputs of the two limited critics are multiplied by a factor. With `constrain`, this factor is the critic's Lipschitz limit.
 
