@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lipbound.bounds.finite import attained, embedding, grid_maximum
+from lipbound.bounds.finite import attained, embedding, grid_maximum, single_tap_gain
 from lipbound.bounds.flat import flat
 from lipbound.bounds.rounding import UNIT, Scaled, double, gamma
 from lipbound.bounds.supremum.cells import Cover
@@ -295,11 +295,15 @@ def _bracketed(problems: Mapping[str, _Problem], rtol: float) -> dict[str, Brack
 def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
     """Convert the normalised result to the layer: scale, padding, and the input size, if any."""
     conv, frequency = problem.conv, found.frequency
-    if problem.zero:
+    tap_gain = single_tap_gain(conv)
+    if problem.zero or tap_gain == 0:
         return Bracket(0.0, 0.0, frequency, found.evaluations)
     big, small = problem.scales
     lower, upper, evaluations = found.lower, found.upper * (1 + 8 * UNIT), found.evaluations
-    if conv.input_size is not None:
+    gain = conv.padding_gain() if tap_gain is None else tap_gain
+    if tap_gain is not None:
+        lower = lower * gain * (1 - 8 * UNIT)
+    elif conv.input_size is not None:
         lower = 0.0
         try:
             grid = embedding(conv, frequency)
@@ -317,7 +321,7 @@ def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
         kernel = conv.kernel.double() / big / small
         inner = bracket(replace(conv, padding_mode="zeros", kernel=kernel), rtol)
         lower, frequency = inner.lower, inner.frequency
-    upper = upper * conv.padding_gain() * (1 + 8 * UNIT)
+    upper = upper * gain * (1 + 8 * UNIT)
     # Scaling back rounds if the result is subnormal, and overflows if it exceeds every float.
     lower = math.nextafter(lower * big * small, 0.0)
     upper = math.nextafter(upper * big * small, math.inf)

@@ -1,5 +1,10 @@
 r"""Bracket σ1 of a layer at one input size, where it may be less than the symbol's supremum.
 
+**A single tap.** Every output multiplies the one matrix K by one pixel or by a padded zero, so the
+layer is K ⊗ S, where S has at most one 1 in each row, and σ1 is σ1(K)·‖S‖ (or the adjoint's). SᵀS
+is diagonal: it counts the outputs that read each pixel. For zero padding ‖S‖ is 1, or 0 if no
+output reads a pixel.
+
 **Circular padding.** The matrix is a circulant (with stride t dividing n, a block one), so its
 singular values are those of the symbol on the n/t-grid.
 
@@ -50,6 +55,26 @@ class Grid:
     scale: tuple[int, ...]
 
 
+def single_tap_gain(conv: Convolution) -> float | None:
+    """‖S‖ of a layer K ⊗ S at its input size; ``None`` if it has more taps, or no input size."""
+    if conv.input_size is None or math.prod(conv.kernel.shape[2:]) > 1:
+        return None
+    fine, coarse = _fine_and_coarse(conv, conv.input_size)
+    counts = []
+    for axis, (size, outputs) in enumerate(zip(fine, coarse, strict=True)):
+        read = conv.pixels(axis, size)[:: conv.stride[axis]][:outputs]
+        counts.append(int(np.bincount(read + 1, minlength=2)[1:].max()))  # −1 is a padded zero
+    return math.sqrt(math.prod(counts))
+
+
+def _fine_and_coarse(
+    conv: Convolution, size: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes between which the convolution maps of which the layer may be the adjoint."""
+    result = conv.output_size(size)
+    return (result, size) if conv.transposed else (size, result)
+
+
 def embedding(conv: Convolution, frequency: Sequence[float]) -> Grid | None:
     """Choose a grid, far from ``frequency``, whose maximum bounds σ1 at the layer's input size.
 
@@ -58,8 +83,7 @@ def embedding(conv: Convolution, frequency: Sequence[float]) -> Grid | None:
     """
     if not conv.input_size or conv.padding_mode in ("reflect", "replicate"):
         return None
-    size, result = conv.input_size, conv.output_size(conv.input_size)
-    fine, coarse = (result, size) if conv.transposed else (size, result)
+    fine, coarse = _fine_and_coarse(conv, conv.input_size)
     scale = tuple(a // math.gcd(a, t) for a, t in zip(conv.dilation, conv.stride, strict=True))
     if conv.padding_mode == "circular":
         if any(n % t or m > n // t for n, t, m in zip(fine, conv.stride, coarse, strict=True)):

@@ -83,6 +83,53 @@ def test_the_lower_end_by_lanczos_is_near_the_svd(layer, rtol):
     assert truth * (1 - rtol / 10) <= found.lower <= truth / ROUNDING
 
 
+ONE_TAP = {  # layer, input size
+    "matrix": (nn.Linear(4, 3), ()),
+    "1x1": (nn.Conv2d(4, 3, 1), (3, 4)),
+    "padding": (nn.Conv2d(4, 3, 1, padding=2), (3, 4)),
+    "stride 2, odd sizes": (nn.Conv2d(3, 5, 1, stride=2), (5, 7)),
+    "stride 3, groups": (nn.Conv2d(6, 4, 1, stride=3, padding=1, groups=2), (5, 4)),
+    "one of 1d": (nn.Conv1d(3, 3, 1, stride=4, padding=1, dilation=2), (4,)),
+    "none of 1d": (nn.Conv1d(3, 3, 1, stride=3, padding=1), (2,)),
+    "none on one axis": (nn.Conv2d(2, 3, 1, stride=(1, 2), padding=(0, 1)), (4, 1)),
+    "3d": (nn.Conv3d(2, 3, 1, stride=2, padding=(0, 1, 0)), (3, 2, 1)),
+    "transposed": (nn.ConvTranspose2d(3, 4, 1, stride=2, output_padding=1), (3, 2)),
+    "transposed, cut": (nn.ConvTranspose1d(3, 2, 1, stride=4, padding=1), (3,)),
+    "transposed, all cut": (nn.ConvTranspose1d(3, 2, 1, stride=4, padding=1), (2,)),
+    "circular, stride 2 of 3": (
+        nn.Conv2d(3, 2, 1, stride=2, padding=2, padding_mode="circular"), (3, 4)
+    ),
+    "reflect": (nn.Conv2d(3, 2, 1, padding=2, padding_mode="reflect"), (3, 4)),
+    "reflect, stride 2": (
+        nn.Conv1d(3, 2, 1, stride=2, padding=2, padding_mode="reflect"), (4,)
+    ),
+    "replicate, stride 2": (
+        nn.Conv2d(3, 2, 1, stride=2, padding=3, padding_mode="replicate"), (2, 3)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-200])
+@pytest.mark.parametrize("name", ONE_TAP)
+def test_a_single_tap_needs_no_second_search_at_an_input_size(name, scale):
+    """Against the SVD of the Jacobian that PyTorch computes."""
+    layer, size = ONE_TAP[name]
+    torch.manual_seed(0)
+    weight = scale * torch.randn_like(layer.weight, dtype=torch.float64)
+    layer.double().requires_grad_(False).weight.copy_(weight)
+    layer.bias.zero_()
+    channels = convolution(layer).in_channels
+    x = torch.zeros(1, channels, *size, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(layer, x).reshape(-1, x.numel())
+    truth = spectral_norm(jacobian.numpy() / scale) * scale
+    found = bracket(layer, input_shape=size)
+    assert found.lower * ROUNDING <= truth <= found.upper / ROUNDING
+    assert found.upper <= found.lower * 1.001
+    assert (found.upper == 0) == ("none" in name or "all cut" in name)
+    assert found.evaluations == bracket(layer).evaluations
+    assert float(bound(layer, input_shape=size)) >= truth * ROUNDING
+
+
 def twin_peaks() -> torch.Tensor:
     """cos and sin waves on separate channels, their peaks equal to the last digits."""
     h = torch.arange(5, dtype=torch.float64)
