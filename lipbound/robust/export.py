@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import io
 import json
@@ -46,8 +47,8 @@ def export(
         about: The fields ``name`` (title of the paper), ``authors``, ``venue`` and ``link``.
 
     Raises:
-        ValueError: If the name is not an identifier, the network is not of ``lipbound train``, or
-            the record is of another network.
+        ValueError: If the name is not an identifier, the network is not of ``lipbound train``, its
+            model cannot be written as code, or the record is of another network.
     """
     if not name.isidentifier():
         raise ValueError(f"name {name!r} must consist of letters, digits and _, as in 'Me2026Work'")
@@ -82,6 +83,12 @@ def definition(trained: Trained, name: str) -> str:
     if isinstance(maker, partial):
         kind, values, options = maker.func, maker.args, {**maker.keywords, **options}
     shown = [*map(repr, values), *(f"{key}={value!r}" for key, value in options.items())]
+    if not (_importable(kind) and all(map(_literal, (*values, *options.values())))):
+        raise ValueError(
+            f"model {chosen.model!r} is made by {maker!r}, which cannot be written as code; set "
+            f"MODELS[{chosen.model!r}] to a named class or function of an imported module, or to a "
+            f"functools.partial of one with numbers and strings"
+        )
     built = f"{kind.__name__}({', '.join(shown)})"
     needed = [kind]
     if chosen.normalize:
@@ -99,6 +106,18 @@ def definition(trained: Trained, name: str) -> str:
         f'{body}\n\ndef build() -> nn.Module:\n    """Return {name}, without weights."""\n'
         f"    return {built}\n"
     )
+
+
+def _importable(kind: Any) -> bool:
+    module, name = getattr(kind, "__module__", ""), getattr(kind, "__name__", "")
+    return module != "__main__" and getattr(sys.modules.get(module), name, None) is kind
+
+
+def _literal(value: object) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
 
 
 def _card(

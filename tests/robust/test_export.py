@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from helpers import blobs, chosen, run
 
 from lipbound.robust.data import DATA
 from lipbound.robust.export import _fraction, export
+from lipbound.robust.models import MODELS, SmallCNN
 from lipbound.robust.training.loop import train
 from lipbound.robust.training.trained import load_trained
 
@@ -56,6 +59,33 @@ def test_the_definition_builds_the_same_network(tmp_path, model, alone, changes)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt", weights_only=True), expected)
     assert card == tmp_path / "out" / "model_info" / "digits" / "Linf" / "Ours2026.json"
     assert "clean_acc" not in json.loads(card.read_text())
+
+
+def local(**options):
+    return SmallCNN(**options)
+
+
+MAKERS = {
+    "lambda": lambda **options: SmallCNN(**options),
+    "partial of a lambda": partial(lambda **options: SmallCNN(**options)),
+    "object": type("Maker", (), {"__call__": staticmethod(local)})(),
+    "in the script": type("Net", (SmallCNN,), {"__module__": "__main__"}),
+    "not a literal": partial(local, batchnorm=Fraction(0)),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_a_model_that_cannot_be_written_as_code_is_named(monkeypatch, capsys, tmp_path, maker):
+    monkeypatch.setitem(MODELS, "mine", maker)
+    monkeypatch.setattr(sys.modules["__main__"], "Net", maker, raising=False)
+    wanted = chosen("lipreg", model="mine", epochs=1, check_attack=0)
+    train(wanted, blobs(), tmp_path / "run", device="cpu")
+    given = ("--out", str(tmp_path / "out"), "--name", "Ours2026")
+    code, _, err = run(monkeypatch, capsys, "export", str(tmp_path / "run"), *given)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "model 'mine' is made by" in err
+    assert "set MODELS['mine'] to a named class or function" in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_states_a_record_of_this_network(monkeypatch, capsys, tmp_path):
