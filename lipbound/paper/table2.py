@@ -35,7 +35,7 @@ from lipbound.registry import unknown
 from lipbound.report.markdown import filled_table, table
 from lipbound.robust.attacks.evaluate import outcomes
 from lipbound.robust.attacks.plan import Plan
-from lipbound.robust.training.settings import settings
+from lipbound.robust.training.settings import filled, settings
 
 ON = "CIFAR-10 and CIFAR-100"
 FULL = Plan(
@@ -53,6 +53,7 @@ QUICK: dict[str, Any] = {"data": "packed-cifar10", "batch": 256, "held_out": 0.0
 PUBLISHED = {"penalty": "polygrid", "samples": 10}
 OURS = {"arm": "at+spectral", "batchnorm": "folded", "ema": 0.998, "penalty_weight": 0.001}
 AWP = {f"ours awp {gamma:g}": {**OURS, "awp": gamma} for gamma in (0.005, 0.01)}
+MATCHED = "at decay matched"
 TIERS = {
     "A0": Tier(
         "A pilot with tier A's network and data, and batches of 200 as in the paper: 3,000 steps",
@@ -97,11 +98,12 @@ TIERS = {
         "epoch), batches of 40: the paper's 200 epochs, schedule, rates and 50,000 steps, and so "
         "its full dose, on so few images that adversarial training overfits",
         {**FEW, "batch": 40, "epochs": 200, "milestones": (60, 120, 160)},
-        {"at": {"arm": "at"}, "at+lipreg 0.008": {"arm": "at+lipreg"}},
-        {"at": 3, "at+lipreg 0.008": 3},
+        {"at": {"arm": "at"}, "at+lipreg 0.008": {"arm": "at+lipreg"}, MATCHED: {"arm": "at"}},
+        {"at": 3, "at+lipreg 0.008": 3, MATCHED: 3},
         FULL,
         autoattack=1000,
         autoattack_best=True,
+        matched={MATCHED: "at+lipreg 0.008"},
     ),
     "B": Tier(
         "PreActResNet-18 on all of CIFAR-10, 60 epochs, one-cycle learning rate",
@@ -140,9 +142,10 @@ TIERS = {
 TINY = Tier(
     "A small CNN on scikit-learn's digits, one epoch. This shows only that the program works",
     {"epochs": 1, "check": 30},
-    {"at": {"arm": "at"}, "at+lipreg 0.05": {"arm": "at+lipreg"}},
+    {"at": {"arm": "at"}, "at+lipreg 0.05": {"arm": "at+lipreg"}, MATCHED: {"arm": "at"}},
     plan=Plan(("pgd", "cw"), radius=0.1, iterations=5, restarts=1, searches=2, search_steps=10),
     images=30, autoattack=0, jacobians=10, doubts=False, preset="digits",
+    matched={MATCHED: "at+lipreg 0.05"},
 )  # fmt: skip
 ALL = {**TIERS, "tiny": TINY}
 SMOOTH = ("log10 bound", "Jacobian, median")
@@ -153,7 +156,8 @@ WORDS = """- A *tier* is a plan of trainings: one network on one data set, with 
     - `at+lipreg W` adds the paper's regularizer to `at`, with weight λ2 = W. `lipreg W` adds it to
       `baseline`.
     - `at+pm` adds the power method's estimate instead, which is the paper's competitor.
-    - `at decay` is `at` with a larger weight decay, as a control.
+    - `at decay` is `at` with a larger weight decay, as a control. `at decay matched` has the decay
+      that shrinks the layers as much as the regularizer of the tier's `at+lipreg` does.
     - `at+spectral W` adds the logarithms of the tracked σ1 of all layers, with weight W.
     - `ours` is `at+spectral` with BatchNorm folded into the convolutions and averaged weights
       (`ema`).
@@ -226,15 +230,19 @@ def section(name: str, cells: list[dict[str, Any]], *tables: str) -> str:
     return f"### Tier {name}\n\n{ALL[name].says}. {about}\n\n{body}"
 
 
-def _arms(tier: Tier, named: Collection[str], balls: bool) -> str:
+def _arms(tier: Tier, groups: dict[str, list[dict[str, Any]]], balls: bool) -> str:
     """Describe the labels of the arms and the budgets of the attacks (``balls``: APGD too)."""
     told = {"arm", "penalty_weight"}  # the label says these
+    arms = {label: tier.arms[label] for label in tier.arms if label in groups}
+    for label in tier.matched.keys() & arms.keys():
+        decay = filled(groups[label][0]["settings"])["weight_decay"]
+        arms[label] = {**arms[label], "weight_decay": decay}
     meant = [
         f"- `{label}` is `{arm['arm']}` with "
         + ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
                     for name, value in arm.items() if name != "arm")
-        for label, arm in tier.arms.items()
-        if label in named and arm.keys() - told
+        for label, arm in arms.items()
+        if arm.keys() - told
     ]  # fmt: skip
     decay = settings(preset=tier.preset, **tier.common).weight_decay
     plan = tier.plan

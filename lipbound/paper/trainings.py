@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipbound.files import append, provenance, read
 from lipbound.paper.request import Request
+from lipbound.penalty.penalty import Penalty
 from lipbound.robust.attacks.plan import Plan
 from lipbound.robust.data import DATA, Data
 from lipbound.robust.training.assess import assess, networks
 from lipbound.robust.training.loop import train
-from lipbound.robust.training.run import Watcher
+from lipbound.robust.training.run import Watcher, penalty_of
 from lipbound.robust.training.run_folder import lock
 from lipbound.robust.training.settings import Settings, as_dict, filled, settings
 from lipbound.robust.training.trained import Trained
@@ -55,6 +57,8 @@ class Tier:
         pilot: Whether the tier is run only on request.
         doubts: Whether to look for doubts about the first seed's final network.
         tried: Labels of arms that are compared on held-out images only, and not attacked.
+        matched: Label → label of an arm with a penalty. The former has the weight decay that
+            shrinks the layers as much, see :func:`equal_decays`, from the latter's first seed.
     """
 
     says: str
@@ -70,6 +74,7 @@ class Tier:
     also: tuple[float, ...] = ()
     doubts: bool = True
     tried: tuple[str, ...] = ()
+    matched: dict[str, str] = field(default_factory=dict)
     pilot: bool = False
 
     def cells(self) -> Iterator[tuple[str, int]]:
@@ -80,8 +85,21 @@ class Tier:
                 if seed < self.seeds.get(label, 1):
                     yield label, seed
 
-    def settings(self, label: str, seed: int) -> Settings:
-        return settings(preset=self.preset, **{**self.common, **self.arms[label], "seed": seed})
+    def settings(self, label: str, seed: int, **more: Any) -> Settings:
+        changes = {**self.common, **self.arms[label], **more, "seed": seed}
+        return settings(preset=self.preset, **changes)
+
+    def matching(self, label: str, source: dict[str, Any] | None) -> dict[str, float] | None:
+        """Return what an arm takes from the record of the arm that it matches.
+
+        It is empty for arms that match no other, and ``None`` if the record is missing.
+        """
+        if label not in self.matched:
+            return {}
+        if source is None or "equal_decay" not in source:
+            return None
+        decay = self.settings(label, 0).weight_decay + source["equal_decay"]["mean"]
+        return {"weight_decay": float(f"{decay:.3g}")}
 
 
 def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
@@ -93,7 +111,8 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
         request: Arms, time and device. In its folder ``out``, ``cells.jsonl`` holds the records.
 
     Raises:
-        ValueError: If the tier has no arm of that name.
+        ValueError: If the tier has no arm of that name, or a cell needs another cell's record that
+            no process is about to write.
     """
     unknown = [label for label in request.only if label not in tier.arms]
     if unknown:
@@ -105,13 +124,18 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
     end = time.monotonic() + 60 * request.minutes if request.minutes is not None else None
     data: Data | None = None
     for label, seed in request.progress([*tier.cells()], f"trainings of tier {name}"):
-        before = latest(read(path)).get((name, label, seed))
+        records = latest(read(path))
+        before = records.get((name, label, seed))
         attacked = label not in tier.tried
         done = before is not None and not (attacked and "pgd" not in before["final"])
+        source = tier.matched.get(label, "")
+        matching = tier.matching(label, records.get((name, source, 0)))
+        chosen = tier.settings(label, seed, **(matching or {}))
         if (
             done
             and before is not None
-            and filled(before["settings"]) != as_dict(tier.settings(label, seed))
+            and matching is not None
+            and filled(before["settings"]) != as_dict(chosen)
         ):
             raise ValueError(
                 f"{str(path)!r} has tier {name}, {label}, seed {seed} with other settings; use "
@@ -122,11 +146,19 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             break
-        chosen = tier.settings(label, seed)
+        folder = request.out / name
+        if matching is None:
+            if claim_of(folder / _name(source, 0)):
+                raise ValueError(
+                    f"tier {name}, {label!r} takes its weight decay from {source!r}, seed 0, which "
+                    f"has no record in {str(path)!r}; run it first, with --only {source!r}"
+                )
+            request.say(f"tier {name}, {label}, seed {seed} waits for {source}, seed 0")
+            continue
         data = data or DATA[chosen.data](request.folder)
         request.say(f"tier {name}, {label}, seed {seed}")
-        where = request.out / name / f"{label.replace(' ', '-')}-{seed}"
-        claim = lock(where.with_name(f"{where.name}.claim"))
+        where = folder / _name(label, seed)
+        claim = claim_of(where)
         if claim is None:
             request.say("another process runs this cell")
             continue
@@ -144,6 +176,58 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
                 break
             append(path, {"tier": name, "label": label, "seed": seed, **record})
     return [r for r in latest(read(path)).values() if r["tier"] == name]
+
+
+def _name(label: str, seed: int) -> str:
+    """Return the name of a cell's folder."""
+    return f"{label.replace(' ', '-')}-{seed}"
+
+
+def claim_of(where: Path) -> IO[str] | None:
+    """Claim a cell while the result is open; return ``None`` if another process runs it."""
+    return lock(where.with_name(f"{where.name}.claim"))
+
+
+@torch.no_grad()
+def equal_decays(penalty: Penalty) -> dict[str, float]:
+    r"""Return the weight decay that pulls each parameter towards zero as much as a penalty does.
+
+    A decay λ adds :math:`\lambda K` to the gradient of a parameter K, and a penalty adds some G.
+    Their parts along K are equal for :math:`\lambda = \langle K, G \rangle / \|K\|^2`. Bounds of
+    layers are homogeneous of degree 1, so for a penalty :math:`\lambda_2 \sum \log` this is
+    :math:`\lambda_2 / \|K\|^2`. With its mean over the layers, the product of their bounds falls
+    as fast as with the penalty.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.Linear(1, 1))
+        >>> _ = nn.init.constant_(model[0].weight, 2.0)
+        >>> round(equal_decays(Penalty(model, 0.008))["0.weight"], 6)
+        0.002
+    """
+    model = penalty.model
+    model.zero_grad()
+    penalty.add_grad_()
+    pulls = {
+        name: float((p * p.grad).sum() / p.square().sum().clamp_min(1e-30))
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    model.zero_grad()
+    return pulls
+
+
+def equal_decay(chosen: Settings, model: nn.Module, data: Data) -> dict[str, float]:
+    """Summarize :func:`equal_decays` over the layers; empty without a penalty."""
+    penalty = penalty_of(chosen, model, data)
+    if penalty is None:
+        return {}
+    pulls = [*equal_decays(penalty).values()]
+    return {
+        "mean": statistics.fmean(pulls),
+        "median": statistics.median(pulls),
+        "least": min(pulls),
+        "largest": max(pulls),
+    }
 
 
 def latest(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -221,6 +305,7 @@ def cell(
             found[kind]["autoattack"] = look(few, replace(plan, attacks=("autoattack",)))[
                 "autoattack"
             ]
+    pulls = equal_decay(chosen, final.model.cpu(), data)
     found.setdefault("best", {**found["final"], "checkpoint": best.path.name})
     kept = ("epoch", "held_out_accuracy", "held_out_pgd_accuracy", "train_accuracy", "loss")
     steps = read(where / "records.jsonl")
@@ -230,6 +315,7 @@ def cell(
         "training": summary,
         "epochs": epochs,
         **found,
+        **({"equal_decay": pulls} if pulls else {}),
         "training_seconds": round(steps[-1]["seconds"], 1),
         "stages": stages.seconds(),
         "seconds": round(time.perf_counter() - start, 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,15 +18,21 @@ from scipy.stats import t as student
 from torch._dynamo.utils import counters
 
 from benchmarks import audits
-from lipbound.files import read
+from lipbound.files import read, rewrite
 from lipbound.paper import fig3, gaps, table1, table2, table3, table4, trainings
 from lipbound.paper.gaps import difference
 from lipbound.paper.reproduce import EXPERIMENTS, report, write_figure
 from lipbound.paper.request import Request
 from lipbound.robust.attacks.evaluate import accuracy
+from lipbound.robust.data import DATA
 from lipbound.robust.models import MODELS, ResNet
 from lipbound.robust.training.assess import networks
+from lipbound.robust.training.descent import Descent
+from lipbound.robust.training.distributed import Team
+from lipbound.robust.training.networks import Networks
+from lipbound.robust.training.run import penalty_of
 from lipbound.robust.training.run_folder import lock
+from lipbound.robust.training.settings import as_dict, settings
 
 
 def test_audits_are_recorded_once(monkeypatch, tmp_path):
@@ -116,7 +123,10 @@ def work(name, tier, out, **options):
     return trainings.work(name, tier, Request(out=out, **options))
 
 
-TINY = replace(table2.TINY, common={"epochs": 1, "check": 20, "batch": 256}, images=8, jacobians=2)
+TINY = replace(
+    table2.TINY, common={"epochs": 1, "check": 20, "batch": 256}, images=8, jacobians=2,
+    arms={"at": {"arm": "at"}, "at+lipreg 0.05": {"arm": "at+lipreg"}}, matched={},
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -207,6 +217,83 @@ def test_attacks_that_are_over_are_not_done_again(monkeypatch, tmp_path):
     assert done == ["final", "final"]
     assert all("pgd" in cell[kind] for kind in ("best", "final"))
     assert cell["training_seconds"] > 0
+
+
+@pytest.mark.parametrize("batchnorm", ["apart", "folded"])
+@pytest.mark.parametrize("method", ["polygrid", "lipbound"])
+def test_an_equal_decay_pulls_each_layer_as_much_as_the_penalty(method, batchnorm):
+    """The step of at+lipreg, and that of at with the decay of one layer, along that layer."""
+    data = DATA["digits"](None)
+    at = settings("at", "digits", attack=1, batch=8, lr=0.1,
+                  momentum=0.0, precision="float64", weight_decay=0.01)  # fmt: skip
+    changes = {"arm": "at+lipreg", "penalty": method, "penalty_weight": 0.5, "batchnorm": batchnorm}
+    penalized = replace(at, **changes)
+    images, labels = torch.rand(8, *data.input_shape).double(), torch.arange(8)
+
+    def stepped(chosen):
+        torch.manual_seed(0)
+        made = Networks(chosen, data, Team(torch.device("cpu")))
+        before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+        penalty = penalty_of(chosen, made.model, data)
+        pulls = trainings.equal_decays(penalty) if penalty else {}
+        Descent(made, penalty).take([(images, labels)], chosen.lr, 0.0)
+        after = dict(made.model.named_parameters())
+        return (
+            {n: float((p * (after[n].detach() - p)).sum()) for n, p in before.items()},
+            pulls,
+            before,
+        )
+
+    moved, pulls, before = stepped(penalized)
+    assert len(pulls) > 3
+    for name in pulls:
+        decayed, *_ = stepped(replace(at, weight_decay=at.weight_decay + pulls[name]))
+        assert moved[name] == pytest.approx(decayed[name], rel=1e-5, abs=1e-7)
+        size = float(before[name].square().sum())
+        assert pulls[name] == pytest.approx(0.5 / size, rel=1e-4), "homogeneous of degree 1"
+
+
+def matched_cells(monkeypatch):
+    """Stand in for the trainings; return their settings and a tier whose last arm is matched."""
+    seen = []
+
+    def cell(tier, chosen, data, where, **options):
+        seen.append((chosen.arm, chosen.seed, chosen.weight_decay))
+        pulls = {"equal_decay": {"mean": 0.00123456}} if chosen.penalty else {}
+        return {"settings": as_dict(chosen), "final": {"pgd": {}}, **pulls}
+
+    monkeypatch.setattr(trainings, "cell", cell)
+    label, source = next(iter(table2.TINY.matched.items()))
+    return seen, replace(table2.TINY, seeds={label: 2}), label, source
+
+
+def test_a_matched_arm_takes_its_decay_from_a_record(monkeypatch, tmp_path):
+    seen, tier, label, source = matched_cells(monkeypatch)
+    with pytest.raises(ValueError, match=f"run it first, with --only '{re.escape(source)}'$"):
+        work("tiny", tier, tmp_path, device="cpu", only=(label,))
+    own = tier.settings(label, 0).weight_decay
+    work("tiny", tier, tmp_path, device="cpu")
+    assert seen[2:] == [("at", seed, pytest.approx(own + 0.00123, abs=5e-6)) for seed in (0, 1)]
+    assert seen[2][2] == float(f"{seen[2][2]:.3g}")
+    found = work("tiny", tier, tmp_path, device="cpu")
+    assert len(seen) == len(found) == 4, "nothing is trained again"
+    assert f"`{label}` is `at` with weight_decay {seen[2][2]:g}" in table2._arms(
+        tier, {label: [cell for cell in found if cell["label"] == label]}, balls=False
+    )
+    rewrite(tmp_path / "cells.jsonl", [{**cell, "equal_decay": {"mean": 1.0}} for cell in found])
+    with pytest.raises(ValueError, match=f"{label}, seed 0 with other settings"):
+        work("tiny", tier, tmp_path, device="cpu")
+
+
+def test_a_matched_arm_waits_for_the_process_that_trains_its_source(monkeypatch, tmp_path):
+    seen, tier, label, source = matched_cells(monkeypatch)
+    said = []
+    with lock(tmp_path / "tiny" / f"{source.replace(' ', '-')}-0.claim"):
+        work("tiny", tier, tmp_path, device="cpu", say=said.append)
+    assert [arm for arm, *_ in seen] == ["at"]
+    assert f"tier tiny, {label}, seed 1 waits for {source}, seed 0" in said
+    work("tiny", tier, tmp_path, device="cpu")
+    assert [arm for arm, *_ in seen] == ["at", "at+lipreg", "at", "at"]
 
 
 @pytest.mark.parametrize("reason", ["time limit", "interrupted"])
