@@ -189,8 +189,8 @@ def _searched(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_
     field = Field(torch.cat([p.taps for p in problems]))
     limit = max(5_000 * len(problems), int(LIMIT / (field.rows**3 + 1e5)))
     search = Search(field, owner, len(problems), rtol, limit=limit)
-    cover = Cover(field)
-    upper = search.run(cover.start(), cover.divide)
+    cover = Cover([field.sizes] * field.blocks)
+    upper = search.run(cover.start(field), cover.divide)
     peak = search.peak
     if polish:
         peak.polish()

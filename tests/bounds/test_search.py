@@ -139,7 +139,7 @@ def test_field_is_the_symbols_gram_matrix(sizes, rows, extra):
 )
 def test_cells_cover_the_torus(sizes, levels, seed):
     """Every frequency, or its negative, lies within the angle of some cell, however divided."""
-    cover = Cover(Field(torch.ones(1, 1, 1, *sizes, dtype=torch.float64)))
+    cover = Cover([sizes])
     cells = cover.start()
     rng = np.random.default_rng(seed)
     for _ in range(levels if math.prod(sizes) <= 27 and len(cells) < 2000 else 0):
@@ -156,6 +156,23 @@ def test_cells_cover_the_torus(sizes, levels, seed):
         assert inside
 
 
+def test_one_cover_for_several_shapes_is_each_shapes_own():
+    shapes = [(3, 1, 4), (2, 1, 2), (3, 1, 4)]
+    together = Cover(shapes)
+    cells = together.start()
+    divided = together.divide(cells, 2 + cells.block % 2)
+    for block, sizes in enumerate(shapes):
+        cover = Cover([sizes])
+        alone = cover.divide(cover.start(), np.full(len(cover.start()), 2 + block % 2))
+        mine = divided[divided.block == block]
+        np.testing.assert_array_equal(mine.frequency, alone.frequency)
+        np.testing.assert_allclose(mine.angle, alone.angle, rtol=1e-12)
+        np.testing.assert_array_equal(mine.own, alone.own)
+    np.testing.assert_array_equal(divided.block, cells.block[divided.left.numpy()])
+    with pytest.raises(ValueError, match="different axes"):
+        Cover([(3, 1), (1, 3)])
+
+
 @pytest.mark.parametrize("raised", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_cell_is_lost_between_turns(monkeypatch, seed, raised):
@@ -163,7 +180,7 @@ def test_no_cell_is_lost_between_turns(monkeypatch, seed, raised):
     field = Field(torch.randn(3, 50, 50, 3, 3, dtype=torch.float64))
     rng = np.random.default_rng(seed)
     run = Search(field, np.array([0, 0, 1]), 2, 1e-3, limit=10**9)
-    cells = Cover(field).start()
+    cells = Cover([field.sizes] * 3).start(field)
     fails = rng.random(len(cells)) < 0.4
     value = rng.random(len(cells))
     cells.left[:, 0] = torch.from_numpy(value).to(cells.left)

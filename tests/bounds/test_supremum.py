@@ -365,8 +365,8 @@ def test_search_gives_up_by_widening():
     coefficients = torch.randn(1, 3, 3, 3, 3, dtype=torch.float64)
     field = Field(coefficients)
     search = Search(field, np.zeros(1, dtype=np.int64), 1, 1e-6, limit=10)
-    cover = Cover(field)
-    upper = float(search.run(cover.start(), cover.divide)[0])
+    cover = Cover([field.sizes])
+    upper = float(search.run(cover.start(field), cover.divide)[0])
     peak = dense_peak(coefficients[0])
     assert peak <= upper <= 3 * peak
 

@@ -13,6 +13,7 @@ enlarged by more than the rounding error of such a sum.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -73,38 +74,40 @@ def pick(rows: Tensor, chosen: Integers) -> Tensor:
 
 
 class Cover:
-    """Cover of a field's frequencies; the first diamonds reach an angle of π/4 on two axes."""
+    """Cover of the frequencies of a stack of symbols.
 
-    def __init__(self, field: Field):
-        self.field = field
-        self.spread = [m - 1 for m in field.sizes]
-        self.active = [axis for axis, w in enumerate(self.spread) if w]
-        self.samples = [4 * w if w else 1 for w in self.spread]
-        self.half = np.array([2 * math.pi / s if s > 1 else 0.0 for s in self.samples])
+    The first diamonds reach an angle of π/4 on two axes.
+
+    Args:
+        sizes: Number of taps on each axis, for every block. Blocks may differ in it, but not in the
+            axes on which they have more than one tap.
+    """
+
+    def __init__(self, sizes: Sequence[Sequence[int]]):
+        self.sizes = [tuple(own) for own in sizes]
+        spread = np.array(self.sizes, dtype=np.int64).reshape(len(self.sizes), -1) - 1
+        if ((spread > 0) != (spread[0] > 0)).any():
+            raise ValueError(f"sizes={sizes} have more than one tap on different axes")
+        self.active = [axis for axis, w in enumerate(spread[0]) if w]
+        self.dims = spread.shape[1]
+        self.half = math.pi / 2 / np.where(spread, spread, math.inf)  # (blocks, D)
         self.angle = (math.pi / 4) * (min(1, len(self.active)) + len(self.active[2:]))
+        self.slack = SLACK * int(spread.sum(1).max())
         self.moves: dict[int, Floats] = {}
 
-    def start(self) -> Diamonds:
-        """The first cells, one of each pair ±c."""
-        index = indices(self.samples)
-        for axes in (self.active[:2], *[[axis] for axis in self.active[2:]]):
-            if axes:
-                index = index[index[:, axes].sum(1) % 2 == 0]
-        sizes = np.array(self.samples, dtype=np.int64)
-        mirrored = -index % sizes
-        weights = np.array([math.prod(self.samples[a + 1 :]) for a in range(len(sizes))], dtype=int)
-        kept = (index @ weights) <= (mirrored @ weights)
-        own = (index == mirrored).all(1)[kept]
-        centred = np.where(2 * index > sizes, index - sizes, index)[kept]  # |ω| ≤ π
-        count = self.field.blocks
-        return Diamonds(
-            np.arange(count).repeat(len(centred)),
-            np.tile(centred * (2 * math.pi / sizes), (count, 1)),
-            self._angles(np.ones(count * len(centred))),
-            random_vectors(count * len(centred), self.field),
-            np.ones(count * len(centred)),
-            np.tile(own, count),
-        )
+    def start(self, field: Field | None = None) -> Diamonds:
+        """The first cells, one of each pair ±c, with random vectors for ``field``.
+
+        Without a field they carry their own numbers in place of vectors.
+        """
+        first = {own: _first_centres(own, self.active) for own in set(self.sizes)}
+        counts = [len(first[own][0]) for own in self.sizes]
+        centres, own = (np.concatenate(parts) for parts in
+                        zip(*[first[own] for own in self.sizes], strict=True))  # fmt: skip
+        scale = np.ones(len(centres))
+        block = np.arange(len(counts)).repeat(counts)
+        left = torch.arange(len(block)) if field is None else random_vectors(len(block), field)
+        return Diamonds(block, centres, self._angles(scale), left, scale, own)
 
     def divide(self, cells: Diamonds, parts: Integers) -> Diamonds | None:
         """Divide each cell into ``parts``^D of 1/parts the size; ``None`` if they are too small."""
@@ -121,7 +124,8 @@ class Cover:
             at, move = kept.nonzero()
             parent.append(chosen[at])
             scale.append(cells.scale[chosen[at]] / count)
-            offset.append(cells.scale[chosen[at], None] * (moves[move] * self.half))
+            half = self.half[cells.block[chosen[at]]]
+            offset.append(cells.scale[chosen[at], None] * (moves[move] * half))
             own.append(cells.own[chosen[at]] & still[move])
         order = np.concatenate(parent).argsort(kind="stable")
         parents = np.concatenate(parent)[order]
@@ -140,7 +144,7 @@ class Cover:
         if count not in self.moves:
             steps = (2 * np.arange(count) + 1 - count) / count
             axes = [steps] * len(self.active)
-            moves = np.zeros((count ** len(axes), len(self.spread)))
+            moves = np.zeros((count ** len(axes), self.dims))
             turned = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
             if len(axes) > 1:
                 one, two = turned[:, 0].copy(), turned[:, 1].copy()
@@ -150,7 +154,21 @@ class Cover:
         return self.moves[count]
 
     def _angles(self, scale: Floats) -> Floats:
-        return (self.angle * scale + SLACK * sum(self.spread)) * (1 + 8 * UNIT)
+        return (self.angle * scale + self.slack) * (1 + 8 * UNIT)
+
+
+def _first_centres(sizes: Sequence[int], active: list[int]) -> tuple[Floats, NDArray[np.bool_]]:
+    """Centres of the first cells, and which of them equal their negatives."""
+    samples = np.array([4 * (m - 1) or 1 for m in sizes], dtype=np.int64)
+    index = indices(samples.tolist())
+    for axes in (active[:2], *[[axis] for axis in active[2:]]):
+        if axes:
+            index = index[index[:, axes].sum(1) % 2 == 0]
+    mirrored = -index % samples
+    weights = np.array([math.prod(samples[a + 1 :].tolist()) for a in range(len(samples))], int)
+    kept = (index @ weights) <= (mirrored @ weights)
+    centred = np.where(2 * index > samples, index - samples, index)[kept]  # |ω| ≤ π
+    return centred * (2 * math.pi / samples), (index == mirrored).all(1)[kept]
 
 
 def random_vectors(count: int, field: Field) -> Tensor:

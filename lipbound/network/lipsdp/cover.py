@@ -17,7 +17,6 @@ rounding can change in the coefficients, in the sum over them and in the factori
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -182,19 +181,6 @@ class NotPositive(ArithmeticError):
     """The cells became too small, or there were too many."""
 
 
-@dataclass
-class _Torus:
-    """What a :class:`Cover` needs to know: degree d is that of a symbol with 2d + 1 taps."""
-
-    sizes: Sequence[int]
-    blocks: int = 1
-    rows: int = 1
-
-    @staticmethod
-    def send(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array)
-
-
 class Wanted(Protocol):
     """Something to prove besides, from the factors of the form; see :mod:`.pairs`."""
 
@@ -223,7 +209,7 @@ def prove(
     size = form.taps.shape[-1]
     if not bool(torch.isfinite(form.taps).all()) or not form.error < 0.1:
         raise NotPositive(f"the rounding errors are {form.error:.1e}")
-    cover = Cover(_Torus([2 * d + 1 for d in form.degrees]))  # type: ignore[arg-type]
+    cover = Cover([[2 * d + 1 for d in form.degrees]])  # degree d as with 2d + 1 taps
     cells = cover.start()
     if cover.active:
         cells = _divided(cover, cells, 4)
