@@ -66,28 +66,48 @@ def audit_many(
 
     Raises:
         ValueError: If a network could not be read, after the others are shown.
+        KeyboardInterrupt: After Ctrl-C, when what the first process has finished is shown.
     """
-    from lipbound.report.terminal import echo, result_table
     from lipbound.robust.training.distributed import team
 
     with team(device or "cpu") as who:
         mine = sources[who.rank :: who.size]
-        own = [_one(source, audited) for source in (bar(mine, "networks") if who.first else mine)]
-        parts = who.gathered(own)
+        own: list[dict[str, Any]] = []
+        try:
+            for source in bar(mine, "networks") if who.first else mine:
+                own.append(_one(source, audited))
+            parts = who.gathered(own)
+        except KeyboardInterrupt:
+            bar.close()
+            if who.first:
+                _, wrong = _shown(own, json_)
+                for line in (*wrong, f"{len(own)} of {len(mine)} networks were finished"):
+                    say(line)
+            raise
     if not who.first:
         return
     found = [parts[place % len(parts)][place // len(parts)] for place in range(len(sources))]
-    wrong = [one for one in found if "failed" in one]
+    audits, wrong = _shown(found, json_)
+    for line in wrong[:-1]:
+        say(line)
+    if wrong:
+        raise ValueError(wrong[-1])
+    _judge(audits, limit)
+
+
+def _shown(
+    found: Sequence[dict[str, Any]], json_: bool
+) -> tuple[Sequence[dict[str, Any]], list[str]]:
+    """Print the audits; return them, and what is wrong with the other networks."""
+    from lipbound.report.terminal import echo, result_table
+
     audits = Audits([one for one in found if "failed" not in one])
+    wrong = [one for one in found if "failed" in one]
     if json_:
         echo(json.dumps({**audits.to_dict(), "failed": wrong}, indent=1))
     elif audits.found:
         result_table(audits)
-    for one in wrong[:-1]:
-        say(f"{one['source']}: {one['failed']}")
-    if wrong:
-        raise ValueError(f"{wrong[-1]['source']}: {wrong[-1]['failed']}")
-    _judge(audits.found, limit)
+    return audits.found, [f"{one['source']}: {one['failed']}" for one in wrong]
 
 
 def bounded(worst: float, found: Audit) -> bool:

@@ -113,6 +113,26 @@ def test_a_bound_above_the_largest_number_is_a_bound(monkeypatch, capsys, tmp_pa
     assert run(monkeypatch, capsys, "audit", zero, zero, "--fail-above", "0.5")[0] == 0
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_shows_the_networks_that_are_finished(monkeypatch, capsys, tmp_path):
+    first, last = kernels(tmp_path, 2.0, 3.0)
+    sources = (first, str(tmp_path / "lost.pt"), "test_audit_command:interrupt", last)
+    said = f"lipbound: {sources[1]}: "
+    ends = ["lipbound: 2 of 4 networks were finished", "lipbound: interrupted"]
+    for form in ((), ("--json",)):
+        code, out, err = run(monkeypatch, capsys, "audit", *sources, *form)
+        lines = err.splitlines()
+        assert (code, lines[-2:], len(lines), lines[0][: len(said)]) == (130, ends, 3, said)
+        assert first in out.replace("\n", "")
+        assert last not in out.replace("\n", "")
+    found = json.loads(out)
+    assert [one["source"] for one in found["audits"]] == [first]
+    assert [one["source"] for one in found["failed"]] == [sources[1]]
+
+
 @pytest.mark.slow
 def test_processes_share_many_networks(monkeypatch, capsys, tmp_path):
     paths = kernels(tmp_path, 1.0, 2.0, 3.0, 4.0, 5.0)
