@@ -198,6 +198,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON-lines file to append the results to")
     parser.add_argument("--picture", type=Path, help="PNG file: digits, and samples of the flow")
     chosen = parser.parse_args(arguments)
+    for name in ("steps", "blocks"):
+        if (number := getattr(chosen, name)) < 1:
+            parser.exit(2, f"--{name} {number} must be at least 1\n")
     torch.manual_seed(chosen.seed)
     pixels, chosen_by, held = images()
     drawn = torch.cat([noisy(held.double()) for _ in range(10)])

@@ -170,6 +170,9 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, default=Path("runs/gan"))
     given = vars(parser.parse_args())
+    for name in ("steps", "every", "width"):
+        if given[name] < 1:
+            parser.exit(2, f"--{name} {given[name]} must be at least 1\n")
     folder, device = given.pop("data"), pick_device(given.pop("device"))
     data = data_set("packed-cifar10" if folder else "digits", folder)
     given["out"].mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+import sys
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,22 @@ def test_a_flow_from_its_command(tmp_path, capsys):
     assert all(a <= b for a, b in zip(record["iterations"], record["promised"], strict=True))
     assert picture.stat().st_size > 1000
     assert "contractions, proved" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("flow", "steps"), ("flow", "blocks"), ("gan", "steps"), ("gan", "every"), ("gan", "width")],
+)
+def test_nothing_to_train_is_refused(name, option, monkeypatch, capsys, tmp_path):
+    if name == "flow":
+        pytest.importorskip("sklearn", reason="scikit-learn's digits")
+    example = load(ROOT / "examples" / f"{name}.py")
+    place = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", [name, f"--{option}", "0", "--out", str(place)])
+    with pytest.raises(SystemExit) as stop:
+        example.main()
+    assert (stop.value.code, capsys.readouterr().err) == (2, f"--{option} 0 must be at least 1\n")
+    assert not place.exists()
 
 
 @pytest.mark.parametrize(
