@@ -166,7 +166,7 @@ def test_one_cover_for_several_shapes_is_each_shapes_own():
         alone = cover.divide(cover.start(), np.full(len(cover.start()), 2 + block % 2))
         mine = divided[divided.block == block]
         np.testing.assert_array_equal(mine.frequency, alone.frequency)
-        np.testing.assert_allclose(mine.angle, alone.angle, rtol=1e-12)
+        np.testing.assert_allclose(mine.angle, alone.angle, rtol=1e-11)  # the largest slack
         np.testing.assert_array_equal(mine.own, alone.own)
     np.testing.assert_array_equal(divided.block, cells.block[divided.left.numpy()])
     with pytest.raises(ValueError, match="different axes"):
