@@ -142,6 +142,19 @@ def test_members_that_are_not_read(tmp_path, png, monkeypatch):
     }
 
 
+def test_pictures_with_two_dots_in_the_name_are_counted_once(tmp_path, png):
+    """Those beside a picture and a label are masks and the like, which no one misses."""
+    whole = [("a.png", png), ("a.cls", b"0"), ("a.mask.png", png), ("b.v1.json", b"{}")]
+    odd = [("img_0.5.png", png), ("img_0.5.cls", b"1"), ("d.1/img_1.5.PNG", png)]
+    for shard in ("train-0", "train-1", "val-0"):
+        tar(tmp_path / f"{shard}.tar", *whole, *(odd if shard != "val-0" else ()))
+    said = r"^left out 4 picture\(s\) of .*, such as 'img_0\.5\.png', .* as in 'img_0_5\.png'$"
+    with pytest.warns(UserWarning, match=said) as warned:
+        data = data_set("shards", tmp_path)
+    assert len(warned) == 1
+    assert (len(data.train), len(data.test)) == (2, 1)
+
+
 def header(size: int, kind: bytes = b"0") -> bytes:
     """A tar header whose size is not what follows."""
     info = tarfile.TarInfo("a.png")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tarfile
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -141,14 +142,26 @@ def _scanned(folder: str, names: list[bytes]) -> Arrays:
         generator=torch.Generator().manual_seed(0),  # otherwise it uses the global one
     )
     parts: list[NDArray[np.int64]] = []
+    left_out: list[str] = []
     for found in loader:
         if isinstance(found, str):
             raise ValueError(found)
-        parts.append(found)
+        parts.append(found[0])
+        left_out += found[1]
     if not any(len(part) for part in parts):
         raise ValueError(
             f"there is no sample in {folder}/{os.fsdecode(names[0])} or the shards like it: a "
             "picture and its label have the same name up to its first dot, such as a.jpg and a.cls"
+        )
+    if left_out:
+        name = PurePosixPath(left_out[0]).name
+        stem, _, ending = name.rpartition(".")
+        better = f"{stem.replace('.', '_')}.{ending}"
+        warnings.warn(
+            f"left out {len(left_out):,} picture(s) of {folder!r}, such as {name!r}, because "
+            f"WebDataset takes what follows the first dot of a name as its ending; write the "
+            f"shards with one dot in the names of pictures and labels, as in {better!r}",
+            stacklevel=2,
         )
     shards = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     columns = np.concatenate(parts).T
@@ -158,7 +171,7 @@ def _scanned(folder: str, names: list[bytes]) -> Arrays:
 
 
 class _Scans:
-    """The places, sizes and labels of the pictures in each shard, or what is wrong with it."""
+    """The pictures in each shard and the names of those left out, or what is wrong with it."""
 
     def __init__(self, folder: str, names: list[bytes]):
         self.folder, self.names = folder, names
@@ -166,25 +179,28 @@ class _Scans:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __getitem__(self, number: int) -> NDArray[np.int64] | str:
+    def __getitem__(self, number: int) -> tuple[NDArray[np.int64], list[str]] | str:
         filesystem, root = _opened(self.folder)
         name = os.fsdecode(self.names[number])
         try:
             with filesystem.open(f"{root.rstrip('/')}/{name}", "rb") as file:
-                return np.array(list(samples(file)), np.int64).reshape(-1, 3)
+                left_out: list[str] = []
+                found = np.array(list(samples(file, left_out)), np.int64)
+                return found.reshape(-1, 3), left_out
         except Exception as error:  # every kind of storage has its own errors
             return f"{self.folder}/{name}: {error}"
 
 
-def samples(file: Any) -> Iterator[tuple[int, int, int]]:
+def samples(file: Any, left_out: list[str]) -> Iterator[tuple[int, int, int]]:
     """Yield place, size and label of the pictures of a tar file, in the order of the file.
 
-    Members of other kinds are not read.
+    Members of other kinds are not read. A sample of which only pictures with two dots in the name
+    are known has no picture by WebDataset's rule; the names of these go to ``left_out``.
 
     Raises:
         ValueError: If the file is damaged, or a sample has not one picture and one label.
     """
-    sample = _Sample("")
+    sample = _Sample("", left_out)
     for member in _members(file):
         folder, _, name = member.name.rpartition("/")
         stem, dot, ending = name.partition(".")
@@ -199,11 +215,13 @@ def samples(file: Any) -> Iterator[tuple[int, int, int]]:
         key = f"{folder}/{stem}"
         if key != sample.key:
             yield from sample.whole()
-            sample = _Sample(key)
+            sample = _Sample(key, left_out)
         if f".{ending.lower()}" in ENDINGS:
             sample.add_picture(member)
         elif ending == "cls":
             sample.add_label(member, file)
+        elif f".{ending.rpartition('.')[2].lower()}" in ENDINGS:
+            sample.others.append(member.name)
     yield from sample.whole()
 
 
@@ -256,9 +274,10 @@ class _Sample:
     """What was found of a sample."""
 
     key: str
+    left_out: list[str]
     picture: tuple[int, int] | None = None
     label: int | None = None
-    names: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
 
     def add_picture(self, member: tarfile.TarInfo) -> None:
         if self.picture is not None:
@@ -285,3 +304,5 @@ class _Sample:
             raise ValueError(f"sample {self.key.lstrip('/')!r} has no {lacks} next to it")
         if self.picture is not None and self.label is not None:
             yield *self.picture, self.label
+        else:
+            self.left_out += self.others
