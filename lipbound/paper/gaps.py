@@ -84,45 +84,55 @@ def grouped(cells: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def whole_entry(name: str) -> Entry:
     """Return the entry of a column of ``WHOLE``, for :func:`paired`."""
-    return lambda final: final.get("test", {}).get(WHOLE[name][1])
+    return lambda found: found.get("test", {}).get(WHOLE[name][1])
 
 
-def paired(group: list[dict[str, Any]], other: list[dict[str, Any]], entry: Entry) -> Tensor | None:
-    """Return differences of final networks' outcomes, ``(seeds, images)``, for common seeds.
+def facts(cell: dict[str, Any], network: str = "final") -> dict[str, Any]:
+    """Return the attacks of a cell's network, and its outcomes on all test images (``test``)."""
+    tested = cell.get("training", {}).get(network, {})
+    return {"test": tested.get("test", {}), **cell.get(network, {})}
+
+
+def paired(
+    group: list[dict[str, Any]],
+    other: list[dict[str, Any]],
+    entry: Entry,
+    networks: tuple[str, str] = ("final", "final"),
+) -> Tensor | None:
+    """Return differences of networks' outcomes, ``(seeds, images)``, for common seeds.
 
     Args:
         group: Cells of one arm.
         other: Cells of the other arm.
-        entry: Picks the outcomes from what is known about a final network: its attacks, and the
-            outcomes on all test images under ``test``.
+        entry: Picks the outcomes from :func:`facts` of a network.
+        networks: Which network of each arm: ``final`` or ``best``.
     """
     others = {cell["seed"]: cell for cell in other}
     gaps: list[Tensor] = []
     for cell in group:
         if cell["seed"] in others:
-            one, two = entry(_final(cell)), entry(_final(others[cell["seed"]]))
+            pair = zip((cell, others[cell["seed"]]), networks, strict=True)
+            one, two = (entry(facts(each, network)) for each, network in pair)
             if one is None or two is None:
                 return None
             gaps.append(outcomes(one).double() - outcomes(two).double())
     return torch.stack(gaps) if gaps else None
 
 
-def _final(cell: dict[str, Any]) -> dict[str, Any]:
-    tested = cell.get("training", {}).get("final", {})
-    return {"test": tested.get("test", {}), **cell.get("final", {})}
-
-
 def difference(
-    group: list[dict[str, Any]], other: list[dict[str, Any]], entry: Entry
+    group: list[dict[str, Any]], other: list[dict[str, Any]], entry: Entry, network: str = "final"
 ) -> dict[str, Any] | None:
-    """Return the mean paired difference over common seeds, its interval, and each seed's value.
+    """Return the mean paired difference over common seeds, its interval, and each seed's value."""
+    table = paired(group, other, entry, (network, network))
+    return None if table is None else mean(table)
+
+
+def mean(table: Tensor) -> dict[str, Any]:
+    """Return the mean of ``(seeds, images)``, its interval, and each seed's value.
 
     The 95 % interval treats images and seeds as random samples. One seed says nothing about other
     seeds: its interval includes the images alone.
     """
-    table = paired(group, other, entry)
-    if table is None:
-        return None
     return interval(float(table.mean()), _reach(table), table.mean(1).tolist())
 
 

@@ -124,8 +124,8 @@ def test_doses_of_the_committed_trainings():
     cells = [*trainings.latest(read(records / "table2.jsonl")).values()]
     cells += trainings.latest(read(records / "table3.jsonl")).values()
     doses = {cell["tier"]: round(fits.dose(cell), 3) for cell in cells}
-    assert doses == {
-        "A0": 0.06, "A": 0.187, "O": 0.184, "B100": 0.345, "B": 0.69, "C": 0.384,
+    assert {"P": 1.0, **doses} == {
+        "A0": 0.06, "A": 0.187, "O": 0.184, "B100": 0.345, "B": 0.69, "C": 0.384, "P": 1.0,
         "imagenette": 0.012,
     }  # fmt: skip
     assert "its dose is 0.012 of the paper's" in table3.TIER.says

@@ -139,8 +139,8 @@ def _intervals(deviations: Mapping[str, Deviation]) -> str:
         f"on the same images. They count images and seeds. {one} Differences are **bold** where at "
         f"least {SEEDS} seeds give an interval without zero; fewer seeds get no verdict. PGD is "
         "the strong attack on the first test images. PGD-10 is the weak attack that is used in "
-        "training, on all test images. Its outcomes image by image were not recorded, so the share "
-        "of the images in its interval is estimated from the images that PGD attacked.\n"
+        "training, on all test images. Where its outcomes image by image were not recorded, the "
+        "share of the images in its interval is estimated from the images that PGD attacked.\n"
     )
 
 
