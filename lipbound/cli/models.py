@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lipbound.cli.onnx_programs import onnx_network
 from lipbound.modules import check_takes
+from lipbound.report.progress import bar
 from lipbound.robust.data import DATA, data_set
 from lipbound.robust.models import MODELS, digits
 from lipbound.robust.training import checkpoints
@@ -101,7 +102,7 @@ def evaluated(
         chosen = found[0].settings
         assert chosen is not None
         name = data or chosen.data
-        split = data_set(name, folder).changed(chosen.size, chosen.workers)
+        split = data_set(name, folder, progress=bar).changed(chosen.size, chosen.workers)
         return found, split.test_images(count), name
     if data is None:
         raise ValueError(
@@ -109,7 +110,7 @@ def evaluated(
             f"{', '.join(DATA)}"
         )
     network, _, _ = network_or_weights(source, model, say)
-    images = data_set(data, folder).test_images(count)
+    images = data_set(data, folder, progress=bar).test_images(count)
     shape = tuple(images[0].shape[1:])
     if any(p.dtype not in (torch.float32, torch.float64) for p in network.parameters()):
         say("converted the network to float32")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipbound.cli.arguments import DEVICE, FOLDER, check_numbers
+from lipbound.report.progress import bar
 
 if TYPE_CHECKING:
     from lipbound.robust.training.settings import Settings
@@ -132,7 +133,7 @@ def _train(
     from lipbound.robust.data import data_set
     from lipbound.robust.training.loop import train as train_one
 
-    images = data_set(runs[0].data, folder)
+    images = data_set(runs[0].data, folder, progress=bar)
     summaries: list[dict[str, Any]] = []
     for run in runs:
         place = out if len(runs) == 1 else out / run.arm

@@ -21,6 +21,7 @@ from helpers import chosen, equal, run, torchrun
 
 from benchmarks.imagenet import write_shards
 from lipbound.files import read
+from lipbound.report import progress
 from lipbound.robust.data import data_set, image_folder, index, shards
 from lipbound.robust.training import checkpoints
 from lipbound.robust.training.distributed import Team
@@ -323,6 +324,23 @@ def test_the_index_of_shards(tmp_path, monkeypatch, cache):
     shard.write_bytes(shard.read_bytes()[:2000])
     with pytest.raises(ValueError, match="is cut off; its shard has changed"):
         changed.load(torch.arange(36))
+
+
+@pytest.mark.parametrize("command", ["train", "certify"])
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_the_first_index_shows_its_progress(tmp_path, monkeypatch, capsys, command, kind):
+    """The command ends after it, because the network takes images of another shape."""
+    place = pictures(tmp_path / "folder")
+    place = as_shards(place, str(tmp_path / "shards")) if kind == "shards" else str(place)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    model = {"train": ["--out", str(tmp_path / "run"), "--model", "shift-digits"],
+             "certify": ["helpers:TINY_SHIFT"]}[command]  # fmt: skip
+    said = {"folder": ["classes of train indexed: 2 of 2", "classes of val indexed: 2 of 2"],
+            "shards": ["shards indexed: 4 of 4", "shards indexed: 1 of 1"]}[kind]  # fmt: skip
+    for shown in (said, []):
+        _, _, err = run(monkeypatch, capsys, command, *model, "--data", kind, "--folder", place)
+        lines = [line for line in err.splitlines() if "indexed" in line]
+        assert [end for end in said if any(end in line for line in lines)] == shown, err
 
 
 def test_an_index_where_the_folder_is_read_only(tmp_path, monkeypatch, cache):

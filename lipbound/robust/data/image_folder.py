@@ -12,6 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lipbound.robust.data.index import Arrays, joined, kept, parted
 from lipbound.robust.data.streamed import ENCODED, ENDINGS
+from lipbound.runtime import Progress, silent
 
 SUFFIXES = {ending.encode() for ending in ENDINGS}
 
@@ -22,17 +23,18 @@ class ImageFiles:
     Args:
         root: Folder of the split, with one folder per class.
         classes: Names of the folders.
+        progress: Shows how many classes are indexed.
 
     Raises:
         ValueError: If there are no images.
     """
 
-    def __init__(self, root: Path, classes: Sequence[str]):
+    def __init__(self, root: Path, classes: Sequence[str], progress: Progress = silent):
         wanted = joined([os.fsencode(name) for name in classes])
         index = kept(
             str(root.absolute().with_name(f"lipbound-index-{root.name}.npz")),
             LocalFileSystem(),
-            lambda: walked(root, classes) | {"classes": wanted},
+            lambda: walked(root, classes, progress) | {"classes": wanted},
             lambda found: np.array_equal(found["classes"], wanted) and unchanged(root, found),
         )
         self.root, self.names, self.labels = os.fsencode(root), index["names"], index["labels"]
@@ -61,13 +63,13 @@ def _content(path: str) -> bytes:
     return content
 
 
-def walked(root: Path, classes: Sequence[str]) -> Arrays:
+def walked(root: Path, classes: Sequence[str], progress: Progress) -> Arrays:
     """Return the names of all images, their labels, and the times of all folders.
 
     The names are in the order of the classes, and inside a class in the order of paths.
     """
     names, labels, folders = bytearray(), [np.empty(0, np.int32)], {b"": _time(os.fsencode(root))}
-    for label, name in enumerate(classes):
+    for label, name in enumerate(progress(classes, f"classes of {root.name} indexed")):
         found = list(_images(os.fsencode(root), os.fsencode(name), folders))
         found.sort(key=lambda path: path.replace(b"/", b"\0"))
         for path in found:

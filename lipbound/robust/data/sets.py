@@ -17,6 +17,7 @@ from lipbound.robust.data.image_folder import ImageFiles
 from lipbound.robust.data.parsers import Bytes, files, idx, pickled, rows
 from lipbound.robust.data.shards import Shards
 from lipbound.robust.data.streamed import Source, Streamed
+from lipbound.runtime import Progress, silent
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -255,7 +256,7 @@ def _folder(folder: Path | None, what: str) -> Path:
     return folder
 
 
-def folder(folder: Path | None = None) -> Data:
+def folder(folder: Path | None = None, progress: Progress = silent) -> Data:
     """Read a folder such as ImageNet's: ``train`` and ``val`` (or ``test``) hold class folders.
 
     Images that all have one size of at most 64×64 pixels are held in memory at that size. Others
@@ -271,20 +272,22 @@ def folder(folder: Path | None = None) -> Data:
         raise ValueError(
             f"{str(place)!r} has the class {min(more)!r}, but {root / 'train'} has not"
         )
-    return _encoded(ImageFiles(root / "train", classes), ImageFiles(place, classes), len(classes))
+    train, test = (ImageFiles(path, classes, progress) for path in (root / "train", place))
+    return _encoded(train, test, len(classes))
 
 
-def shards(folder: Path | str | None = None) -> Data:
+def shards(folder: Path | str | None = None, progress: Progress = silent) -> Data:
     """Read shards as WebDataset writes them: ``train-000000.tar``… and ``val-000000.tar``….
 
     Args:
         folder: A local folder or an address such as ``s3://bucket/imagenet``.
+        progress: Shows how many shards are indexed.
     """
     if folder is None:
         raise ValueError(
             "data 'shards' needs --folder, the folder or address of train-000000.tar, ..."
         )
-    train, test = Shards(str(folder), "train"), Shards(str(folder), "test")
+    train, test = (Shards(str(folder), kind, progress) for kind in ("train", "test"))
     classes = int(train.labels.max()) + 1
     if test.labels.max() >= classes:
         raise ValueError(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lipbound.robust.data.index import Arrays, joined, kept, parted
 from lipbound.robust.data.streamed import ENCODED, ENDINGS, unchanged_part
+from lipbound.runtime import Progress, silent
 
 SPLITS = {"train": ("train",), "test": ("val", "validation", "test")}
 MARKS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -32,20 +33,22 @@ class Shards:
     Args:
         folder: A local folder, or an address that fsspec can open.
         kind: ``train`` or ``test``.
+        progress: Shows how many shards are indexed.
 
     Raises:
         ValueError: If there are no shards, or one of them is damaged or has a sample without a
             picture or without a label.
     """
 
-    def __init__(self, folder: str, kind: str):
+    def __init__(self, folder: str, kind: str, progress: Progress = silent):
         self.folder = folder
         filesystem, root = _opened(folder)
         names, marks, sizes = _listed(filesystem, root, folder, kind)
         self.names = names
 
         def make() -> Arrays:
-            return {"names": joined(names), "marks": joined(marks), **_scanned(folder, names)}
+            found = _scanned(folder, names, progress)
+            return {"names": joined(names), "marks": joined(marks), **found}
 
         def fits(found: Arrays) -> bool:
             same = parted(found["names"]) == names and parted(found["marks"]) == marks
@@ -132,7 +135,7 @@ def _sound(index: Arrays, sizes: NDArray[np.int64]) -> bool:
     return bool(inside.all() and lengths.max() <= ENCODED and labels.max() < LABELS)
 
 
-def _scanned(folder: str, names: list[bytes]) -> Arrays:
+def _scanned(folder: str, names: list[bytes], progress: Progress) -> Arrays:
     """Read the headers of all shards, in several processes."""
     loader: Any = torch.utils.data.DataLoader(
         _Scans(folder, names),  # type: ignore[arg-type]
@@ -143,7 +146,8 @@ def _scanned(folder: str, names: list[bytes]) -> Arrays:
     )
     parts: list[NDArray[np.int64]] = []
     left_out: list[str] = []
-    for found in loader:
+    # The workers start before the bar, because a thread that draws it must not be forked.
+    for _, found in zip(progress(names, "shards indexed"), iter(loader), strict=True):
         if isinstance(found, str):
             raise ValueError(found)
         parts.append(found[0])
