@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from verify.command import run
 
-SHAPE = (3, 8, 8)
+SHAPE = (3, 32, 32)
 FACTORIES = '''
 """The architectures that the checkpoints are audited with; their own weights are other ones."""
 import torch, lipbound
@@ -45,7 +45,7 @@ def build():
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
         nn.Conv2d(4, 6, 3, stride=2, groups=2, padding=1), nn.ReLU(), nn.Flatten(),
-        nn.Linear(96, 5),
+        nn.Linear(1536, 5),
     )
 
 class Inside(nn.Module):
@@ -87,7 +87,7 @@ def old_spectral_normed():
     return changed(nn.utils.spectral_norm)
 
 def other():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(3600, 5))
 
 def wider():
     model = build()
@@ -119,7 +119,7 @@ class Kind:
     model: str = "build"
     said: str = ""
     network: Callable[[], nn.Module] | None = None
-    options: tuple[str, ...] = ("--input", "3,8,8")
+    options: tuple[str, ...] = ("--input", "3,32,32")
 
 
 def factories() -> Any:
@@ -765,7 +765,7 @@ def special() -> dict[str, Kind]:
             pt(state), said="give the shape of one input", options=("--input", "3,9,9")
         ),
         "an input with a batch axis": Kind(
-            pt(state), said="without the batch axis", options=("--input", "1,3,8,8")
+            pt(state), said="without the batch axis", options=("--input", "1,3,32,32")
         ),
     }  # fmt: skip
 

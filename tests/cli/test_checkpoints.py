@@ -16,37 +16,12 @@ from lipbound.cli.arguments import input_shape_of
 from lipbound.network.audits import audit
 from lipbound.robust.models import MODELS
 from lipbound.weights import read_weights
+from verify.checkpoints import FACTORIES, factories
 
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
-        nn.Linear(4 * 32 * 32, 2),
-    ).eval()  # fmt: skip
-
-
-FACTORY = """
-import torch, lipbound
-from torch import nn
-
-def build():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
-        nn.Linear(4 * 32 * 32, 2),
-    )
-
-class Inside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = build()
-
-    def forward(self, x):
-        return self.net(x)
-
-def constrained():
-    return lipbound.constrain(build())
-"""
+    return factories().build().eval()
 
 
 def prefixed(*prefixes: str) -> dict[str, torch.Tensor]:
@@ -117,7 +92,7 @@ RIGHT = {
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    (tmp_path / "factories.py").write_text(FACTORY)
+    (tmp_path / "factories.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
     for name in ("factories", "odd"):  # of other tests
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -262,7 +237,7 @@ MISMATCHED = {
     ),
     "a part of it": (
         {"0.weight": torch.ones(4, 3, 3, 3)},
-        "the model needs '0.bias', '1.weight' and 5 more; the file has nothing else",
+        "the model needs '0.bias', '1.weight' and 7 more; the file has nothing else",
     ),
     "another shape": (
         prefixed("") | {"0.bias": torch.ones(5)}, "'0.bias' has the shape (4,) in the model and (5,"
