@@ -119,6 +119,8 @@ def attack(
     from lipbound.robust.training.settings import Settings
 
     paths, images, name = evaluated(checkpoint, model, data, folder, count, say)
+    if any(p.element_size() > 4 for path in paths for p in path.model.parameters()):
+        say("converted the network to float32, in which attacks run")
     trained = paths[0].settings or Settings()
     plan = Plan(
         attacks=tuple(attacks or ["pgd"]), ball=ball or trained.ball,

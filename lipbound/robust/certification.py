@@ -18,7 +18,7 @@ from lipbound.results import finite, key
 from lipbound.robust.attacks.evaluate import accuracy
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.training.trained import Trained
-from lipbound.runtime import Progress, silent
+from lipbound.runtime import Progress, silent, wide
 
 
 def certification(
@@ -54,7 +54,8 @@ def certification(
         audit and certificates took.
 
     Raises:
-        ValueError: If the images do not fit the network, or a radius is not positive.
+        ValueError: If the images or the arithmetic do not fit the network, or a radius is not
+            positive.
     """
     pixels, labels = images
     if tuple(pixels.shape[1:]) != network.input_shape:
@@ -66,6 +67,12 @@ def certification(
             raise ValueError(f"radius={radius!r} must be positive and finite")
     if batch < 1:
         raise ValueError(f"batch={batch} must be at least 1")
+    dtype = wide(next(network.model.parameters(), torch.zeros(())).dtype)
+    if arithmetic == "float32" and dtype != torch.float32:
+        raise ValueError(
+            f"arithmetic {arithmetic!r} does not fit the network's weights, which are {dtype}; use "
+            f"'float64' or 'real'"
+        )
     began = time.perf_counter()
     say("audit")
     bounds = audit(
@@ -76,7 +83,8 @@ def certification(
     say("certificates")
     starts = range(0, len(labels), batch)
     batches = (
-        _batch(images, start, batch, device) for start in progress(starts, "batches of images")
+        _batch(images, start, batch, device, dtype)
+        for start in progress(starts, "batches of images")
     )
     with ordinary_kernels():
         found = certified_accuracy(model, bounds, batches, radii, arithmetic)
@@ -95,7 +103,7 @@ def certification(
     }
     if attacked:
         say("attack")
-        first = _batch(images, 0, attacked, device)
+        first = _batch(images, 0, attacked, device, dtype)
         record["attacked"] = {
             key(radius): {
                 **_attacked(model, first, radius, batch, progress),
@@ -107,10 +115,10 @@ def certification(
 
 
 def _batch(
-    images: tuple[Tensor, Tensor], start: int, count: int, device: torch.device
+    images: tuple[Tensor, Tensor], start: int, count: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     pixels, labels = (part[start : start + count].to(device) for part in images)
-    return pixels.float() / 255, labels
+    return pixels.to(dtype) / 255, labels
 
 
 def _accuracies(found: CertifiedAccuracy) -> dict[str, Any]:

@@ -19,11 +19,14 @@ def build():
     layers = nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 10)
     return nn.Sequential(*layers)
 
+def double():
+    return build().double()
+
 def flat():
     return nn.Linear(3, 10)
 """
 COMMANDS = {
-    "certify": ["--attacked", "0", "--json"],
+    "certify": ["--attacked", "10", "--json"],
     "attack": ["--iterations", "2", "--restarts", "1", "--jacobians", "0", "--json"],
 }
 
@@ -38,7 +41,12 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "source", ["own_network.pt --model own_network.py:build", "./own_network.py:build"]
+    "source",
+    [
+        "own_network.pt --model own_network.py:build",
+        "./own_network.py:build",
+        "./own_network.py:double",
+    ],
 )
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_network_of_another_training(command, source, place, monkeypatch, capsys):
@@ -50,6 +58,8 @@ def test_a_network_of_another_training(command, source, place, monkeypatch, caps
         source.split()[0].removeprefix("./"), "", "digits"
     )  # fmt: skip
     assert found["clean"]["images"] == 20
+    double = command == "attack" and "double" in source
+    assert ("converted the network to float32, in which attacks run" in err) == double
 
 
 @pytest.mark.parametrize(
@@ -65,6 +75,10 @@ def test_a_network_of_another_training(command, source, place, monkeypatch, caps
             "does not take the images of digits, whose shape is (1, 8, 8)",
         ),
         ("own_network.pt --model other.py:build --data digits", "there is no file 'other.py'"),
+        (
+            "own_network.py:double --data digits --arithmetic float32",
+            "arithmetic 'float32' does not fit the network's weights, which are torch.float64; use",
+        ),
         ("own_network.pt --model resnet99 --data digits", "there is no such model"),
         ("nothing --data digits", "there is no file 'nothing'"),
     ],

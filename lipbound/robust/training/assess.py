@@ -60,7 +60,7 @@ def assess(
     """Return a network's record from :func:`lipbound.robust.attacks.evaluate.evaluate`.
 
     Args:
-        network: The network to attack.
+        network: The network to attack; its weights are converted to float32.
         other: Another network. Its adversarial images test whether the attacks are too weak.
         images: uint8 pixels and labels.
         plan: An attack plan: which attacks to run, and with which budget.
@@ -75,6 +75,9 @@ def assess(
         raise ValueError(
             f"the images are {tuple(pixels.shape[1:])}, but the network takes {network.input_shape}"
         )
+    for each in (network, other):
+        if each is not None:
+            each.model.float()
     bounds = None
     if certify:
         say("audit")
