@@ -35,9 +35,9 @@ def export(
 ) -> list[Path]:
     """Write a network of ``lipbound train`` in RobustBench's form; return the files.
 
-    ``NAME.pt`` is the state dict. ``NAME.py`` builds the network without lipbound where its code
-    needs PyTorch alone, else with it. The card ``model_info/DATA/THREAT/NAME.json`` has the fields
-    of RobustBench's cards.
+    ``NAME.pt`` is the state dict, in float32. ``NAME.py`` builds the network without lipbound where
+    its code needs PyTorch alone, else with it. The card ``model_info/DATA/THREAT/NAME.json`` has
+    the fields of RobustBench's cards.
 
     Args:
         trained: The network.
@@ -57,7 +57,8 @@ def export(
     card = _card(trained, record, dict(about or {}))
     threat = THREATS[record["plan"]["ball"] if record else trained.settings.ball]
     place = folder / "model_info" / card["dataset"] / threat / f"{name}.json"
-    state = {key: tensor.cpu().contiguous() for key, tensor in trained.model.state_dict().items()}
+    tensors = trained.model.state_dict().items()
+    state = {k: (t.float() if t.is_floating_point() else t).cpu().contiguous() for k, t in tensors}
     weights = io.BytesIO()
     torch.save(state, weights)
     made = {

@@ -38,6 +38,7 @@ HIDE = "sys.modules['lipbound'] = None"  # an import of it would fail
         ("preact-resnet18", True, {}),
         ("resnet20", True, {"normalize": False}),
         ("cnn", False, {}),
+        ("cnn", False, {"precision": "float64"}),
     ],
 )
 def test_the_definition_builds_the_same_network(tmp_path, model, alone, changes):
@@ -55,7 +56,7 @@ def test_the_definition_builds_the_same_network(tmp_path, model, alone, changes)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
-        expected = trained.model(images)
+        expected = trained.model.float()(images)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt", weights_only=True), expected)
     assert card == tmp_path / "out" / "model_info" / "digits" / "Linf" / "Ours2026.json"
     assert "clean_acc" not in json.loads(card.read_text())

@@ -472,13 +472,16 @@ def test_checkpoints_keep_every_kind_of_tensor(tmp_path):
     assert about["note"] == "ü"
 
 
-def test_weights_build_their_network(tmp_path):
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_weights_build_their_network(tmp_path, precision):
     data = blobs(channels=3)
-    summary = train(chosen("at"), data, tmp_path, device="cpu")
+    summary = train(chosen("at", precision=precision), data, tmp_path, device="cpu")
     model, shape = load_model(tmp_path / "best.safetensors")
     assert shape == (3, 8, 8)
+    stored, _ = checkpoints.load(tmp_path / "best.safetensors")
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
     images, labels = data.test.load(torch.arange(len(data.test)))
-    right = model(images.float() / 255).argmax(1) == labels
+    right = model(images.to(getattr(torch, precision)) / 255).argmax(1) == labels
     assert float(right.float().mean()) == pytest.approx(summary["best"]["test_accuracy"], abs=1e-6)
     assert torch.equal(outcomes(summary["best"]["test"]["clean"]), right)
     attacked = summary["best"]["test"]["pgd"]

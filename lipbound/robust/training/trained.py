@@ -90,7 +90,7 @@ class Trained:
     Attributes:
         path: File of the network.
         settings: Settings of the training run; ``None`` for a network of another training.
-        model: The network, in eval mode.
+        model: The network, in eval mode and in the precision of its training.
         input_shape: Shape of one image.
         name: Name of the architecture.
     """
@@ -131,7 +131,7 @@ def load_trained(path: Path) -> Trained:
         rest = int(about["classes"]), shape[0], about["mean"], about["std"]
         with torch.device("meta"):  # checks the sizes before memory is allocated
             _build(chosen, *rest).load_state_dict(weights, assign=True)
-        model = _build(chosen, *rest)
+        model = _build(chosen, *rest).to(chosen.dtype)
         model.load_state_dict(weights)
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
@@ -142,6 +142,9 @@ def load_trained(path: Path) -> Trained:
 
 
 def load_model(path: Path) -> tuple[nn.Module, tuple[int, ...]]:
-    """Load the network of a ``best`` or ``final`` file in eval mode, and its input shape."""
+    """Load the network of a ``best`` or ``final`` file, and its input shape.
+
+    The network is in eval mode and takes float32 images, or float64 ones if it was trained so.
+    """
     found = load_trained(path)
     return found.model, found.input_shape
