@@ -309,20 +309,61 @@ class Boastful(nn.Module):
     """Gives way in half precision to what float32 withstands."""
 
     def forward(self, x):
-        scores = x.flatten(1)
         half = torch.is_autocast_enabled("cpu")
-        return torch.cat([scores, scores[:, :1] + (0.05 if half else -0.3)], 1)
+        return x.flatten(1) - torch.tensor([0.9 * half, 0.0, 0.0, 0.0])
 
 
-@pytest.mark.slow
-def test_what_autoattack_broke_in_its_own_precision_alone_is_tried_again():
-    pytest.importorskip("pyautoattack", reason="the attacks extra")
+class Overflowing(nn.Module):
+    """Leaves the range of half precision where the last pixel is bright."""
+
+    def __init__(self, gradients_only):
+        super().__init__()
+        self.gradients_only = gradients_only
+
+    def forward(self, x):
+        scores = x.flatten(1)
+        bright = scores[:, -1:] > 0.5
+        if not torch.is_autocast_enabled("cpu"):
+            return scores
+        if self.gradients_only:  # finite, but the slope at 0 is not
+            return scores + 1e-9 * torch.where(bright, scores - scores.detach(), 1.0).abs().sqrt()
+        return scores + torch.where(bright, torch.nan, 0.0)
+
+
+PRECISELY = [
+    pytest.param("pgd"),
+    pytest.param("cw-projected"),
+    pytest.param("cw"),
+    pytest.param("autoattack", marks=pytest.mark.slow),
+]
+
+
+def standing(model, attack, images, monkeypatch):
+    if attack == "autoattack":
+        pytest.importorskip("pyautoattack", reason="the attacks extra")
+    monkeypatch.setattr(plans, "LOOKED_AT", 1)
+    plan = Plan((attack,), radius=0.1, radii=(0.15,), iterations=20, restarts=1, constant=1.0,
+                searches=4, search_steps=50, precision="float16")  # fmt: skip
+    labels = torch.zeros(len(images), dtype=torch.long)
+    found = evaluate(model.eval(), images, labels, plan, doubts=False, curves=False)
+    assert found["precision"] == "float16"
+    assert found[attack]["not_reproduced"] == 0
+    return outcomes(found[attack].get("0.15", found[attack])).tolist()
+
+
+@pytest.mark.parametrize("attack", PRECISELY)
+def test_what_an_attack_broke_in_its_own_precision_alone_is_tried_again(monkeypatch, attack):
     images = torch.tensor([[[[0.6, 0.5, 0.1, 0.1]]], [[[0.9, 0.1, 0.1, 0.1]]]])
-    labels, model = torch.tensor([0, 0]), Boastful().eval()
-    plan = Plan(("autoattack",), radius=0.1, precision="float16")
-    found = evaluate(model, images, labels, plan, doubts=False)["autoattack"]
-    assert outcomes(found).tolist() == [False, True]
-    assert found["not_reproduced"] == 0
+    assert standing(Boastful(), attack, images, monkeypatch) == [False, True]
+
+
+@pytest.mark.parametrize("gradients_only", [False, True])
+@pytest.mark.parametrize("attack", PRECISELY)
+def test_what_overflows_in_half_precision_is_tried_again(monkeypatch, attack, gradients_only):
+    """Otherwise class 0, to which a maximum over nothing but NaN points, would stand."""
+    images = torch.tensor([[[[0.9, 0.1, 0.1, 0.1]]], [[[0.6, 0.1, 0.1, 0.55]]]])
+    model = Overflowing(gradients_only)
+    assert standing(model, attack, images, monkeypatch) == [True, False]
 
 
 def test_jacobian_norms_are_exact(trained):

@@ -12,7 +12,8 @@ from lipbound.runtime import check_time
 class _Contiguous(torch.nn.Module):
     """A network whose gradient at the images is contiguous, as the package's L2 attacks require.
 
-    The gradient of a network in channels_last is in channels_last too.
+    The gradient of a network in channels_last is in channels_last too. Where it is not a number it
+    is set to 0, because an attack could not leave a pixel that is not a number.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -23,7 +24,7 @@ class _Contiguous(torch.nn.Module):
         check_time()
         if images.requires_grad:
             images = images.view_as(images)
-            images.register_hook(Tensor.contiguous)
+            images.register_hook(lambda g: g.contiguous().nan_to_num(0.0, 0.0, 0.0))
         return self.model(images)
 
 

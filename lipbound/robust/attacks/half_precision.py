@@ -62,6 +62,24 @@ def faithful(model: nn.Module, images: Tensor, dtype: torch.dtype) -> bool:
     return float(right.double().mean()) > 0.95
 
 
+@torch.no_grad()
+def lost(
+    model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype, batch: int
+) -> Tensor:
+    """Whether an image's logits or its gradient in half precision are not finite numbers.
+
+    A search makes no progress there, so it says nothing about the image.
+    """
+    rough, found = Rough(model, dtype), []
+    for part, classes in zip(images.split(batch), labels.split(batch), strict=True):
+        part = part.detach().requires_grad_()
+        with torch.enable_grad():
+            scores = rough(part)
+            (gradient,) = torch.autograd.grad(margin(scores, classes).sum(), part)
+        found.append(~(scores.isfinite().all(1) & gradient.flatten(1).isfinite().all(1)))
+    return torch.cat(found)
+
+
 class _Through(torch.autograd.Function):
     """The identity; subclasses change its gradient."""
 

@@ -19,7 +19,7 @@ from lipbound.registry import unknown
 from lipbound.robust.attacks.autoattack import autoattack
 from lipbound.robust.attacks.balls import BALLS
 from lipbound.robust.attacks.carlini_wagner import carlini_wagner
-from lipbound.robust.attacks.half_precision import Rough, faithful
+from lipbound.robust.attacks.half_precision import Rough, faithful, lost
 from lipbound.robust.attacks.pgd import LOSSES, Found, Logits, perturbation_norms
 from lipbound.robust.attacks.pgd_restarts import strongest_pgd
 from lipbound.robust.attacks.recheck import tf32, verified
@@ -169,21 +169,26 @@ def tuned(wanted: bool) -> Iterator[None]:
 
 
 def strongest(on: Engine, images: Tensor, labels: Tensor, radius: float, **options: Any) -> Found:
-    """Run the plan's PGD at the given radius, with some options changed."""
+    """Run the plan's PGD at the given radius, with some options changed.
+
+    It is repeated in float32 on the images that :func:`_undecided` returns.
+    """
     plan = on.plan
     chosen: dict[str, Any] = {
-        "ball": plan.ball,
-        "loss": plan.loss,
-        "decay": plan.decay,
-        "seed": plan.seed,
-    }
-    chosen |= {"iterations": plan.iterations, "restarts": plan.restarts, **options}
+        "radius": radius, "step": plan.step * radius, "ball": plan.ball, "loss": plan.loss,
+        "decay": plan.decay, "seed": plan.seed, "iterations": plan.iterations,
+        "restarts": plan.restarts, "progress": on.progress, **options,
+    }  # fmt: skip
     with on.at(plan.precision) as logits:
-        return strongest_pgd(
-            logits, images, labels, radius=radius, step=plan.step * radius,
-            confidence=SLACK[plan.precision], width=plan.batch, replay=on.replay,
-            progress=on.progress, **chosen,
+        found = strongest_pgd(
+            logits, images, labels, confidence=SLACK[plan.precision], width=plan.batch,
+            replay=on.replay, **chosen,
         )  # fmt: skip
+    who = _undecided(on, found, images, labels, plan.precision)
+    if len(who):
+        again = strongest_pgd(on.model, images[who], labels[who], width=plan.batch, **chosen)
+        _put(found, who, again)
+    return found
 
 
 Attack = Callable[[Engine, Tensor, Tensor], Found]
@@ -237,10 +242,10 @@ def _carlini_wagner(on: Engine, images: Tensor, labels: Tensor) -> Found:
     with on.at(plan.fine) as logits:
         search(logits, (~found.broken).nonzero()[:, 0], width, on.replay)
     found = pushed(on.model, images, labels, found, plan.batch)
-    lost = _unconfirmed(on, found, labels)
-    if not len(lost):
+    who = _undecided(on, found, images, labels, plan.fine)
+    if not len(who):
         return found
-    search(on.model, lost)  # broken only in the precision of the search: the least robust images
+    search(on.model, who)
     return pushed(on.model, images, labels, found, plan.batch)
 
 
@@ -250,12 +255,18 @@ def _put(found: Found, who: Tensor, part: Found) -> None:
         whole[who] = piece[: len(who)]
 
 
-def _unconfirmed(on: Engine, found: Found, labels: Tensor) -> Tensor:
-    """Return the images that are broken in the precision of the search but not in float32."""
-    if on.plan.fine == "float32":
+def _undecided(on: Engine, found: Found, images: Tensor, labels: Tensor, precision: str) -> Tensor:
+    """Return the images that stand in float32, but of which the search in ``precision`` failed.
+
+    It claimed to have broken them, or its logits or gradients were not finite numbers.
+    """
+    if precision == "float32":
         return labels.new_zeros(0)
-    again = found.broken & ~verified(on.model, found.images, labels, on.plan.batch)
-    return again.nonzero()[:, 0]
+    failed, half = found.broken, HALVES.get(precision)
+    if half is not None:
+        for pixels in (images, found.images):
+            failed = failed | lost(on.model, pixels, labels, half, on.plan.batch)
+    return (failed & ~verified(on.model, found.images, labels, on.plan.batch)).nonzero()[:, 0]
 
 
 def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch: int) -> Found:
@@ -275,7 +286,7 @@ def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch
 
 
 def _autoattack(on: Engine, images: Tensor, labels: Tensor, **changes: Any) -> Found:
-    """Run AutoAttack, and repeat it in float32 on images that are broken only in its precision."""
+    """Run AutoAttack, and repeat it in float32 on the images that are :func:`_undecided`."""
     plan, half = on.plan, HALVES.get(on.plan.fine)
     options: dict[str, Any] = {
         "radius": plan.radius, "ball": plan.ball, "seed": plan.seed, "batch": plan.batch, **changes,
@@ -285,7 +296,7 @@ def _autoattack(on: Engine, images: Tensor, labels: Tensor, **changes: Any) -> F
             model = on.model if half is None else Rough(on.model, half)
             for _ in on.progress([None], "AutoAttack"):
                 found = autoattack(model, images, labels, **options)
-        who = _unconfirmed(on, found, labels)
+        who = _undecided(on, found, images, labels, plan.fine)
         if len(who):
             _put(found, who, autoattack(on.model, images[who], labels[who], **options))
     return found
