@@ -3,9 +3,16 @@
     python benchmarks/brackets.py --depth 18 --out benchmarks/records/brackets-cpu.jsonl
     python benchmarks/brackets.py --depth 18 --weights WEIGHTS.safetensors   # trained weights
     python benchmarks/brackets.py --run RUN/final.safetensors   # from `lipbound train`
+    python benchmarks/brackets.py --depth 50 --levels --sound --profile FILE   # on a GPU
+
+Every call gets new weights: a He network with another seed, or the given weights with 1 % of noise.
+So graphs may be kept from one call to the next, and answers may not. ``--levels`` searches level by
+level on a GPU, ``--plain`` as on a processor.
 
 Gram iteration runs as published: float32, 5 products, the symbol on a 10×10 grid (60 points by
-conjugate symmetry), strides ignored, one layer after another.
+conjugate symmetry), strides ignored, one layer after another. ``--sound`` adds Gram iteration with
+the same guarantee as a bracket's upper end: float64, a grid and a number of products that are fine
+enough for ``rtol``, widened.
 
 ``dispatched`` counts the tensor operations of one call without views and allocations. This is
 about the number of kernels that a GPU launches.
@@ -15,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import time
 from pathlib import Path
@@ -24,25 +32,60 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipbound
+from lipbound.bounds import certified
+from lipbound.bounds.gram_iteration import gram
 from lipbound.files import append
 from lipbound.paper.networks import Layers
 from lipbound.paper.speed import gram_iteration
 from lipbound.robust.training.trained import load_trained
+from lipbound.symbols import taps
+
+WARM = 3  # runs that are not counted, in which graphs are captured
 
 
-def seconds(run, repeats: int, device: str, clock) -> tuple[float, object]:
-    """Return the shortest time of a few synchronized runs after a warm-up, and the result."""
-    result = run()
+def seconds(run, repeats: int, device: str, clock, renew=lambda: None) -> tuple[float, object]:
+    """Return the shortest time of a few synchronized runs after warm-ups, and the last result.
+
+    ``renew`` runs before every run and is not counted.
+    """
     times = []
-    for _ in range(repeats):
+    for attempt in range(repeats + WARM):
+        renew()
         if device == "cuda":
             torch.cuda.synchronize()
         start = clock()
         result = run()
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append(clock() - start)
+        if attempt >= WARM:
+            times.append(clock() - start)
     return min(times), result
+
+
+def renewal(layers, known: bool):
+    """Return a function that gives the layers new weights, and their values now to start from."""
+    draw = torch.Generator().manual_seed(1)
+    kept = [layer.weight.detach().clone() for layer in layers.values()]
+
+    @torch.no_grad()
+    def renew() -> None:
+        for layer, old in zip(layers.values(), kept, strict=True):
+            noise = torch.randn(old.shape, generator=draw).to(old)
+            spread = old.square().mean().sqrt()
+            layer.weight.copy_(old + 0.01 * spread * noise if known else spread * noise)
+
+    return renew
+
+
+def sound_gram(layer, rtol: float) -> torch.Tensor:
+    """Gram iteration whose grid, and whose products, each cost half of ``rtol``."""
+    conv = lipbound.convolution(layer)
+    rows = min(taps(conv).shape[1:3])
+    products = math.ceil(math.log2(math.log(max(rows, 2)) / math.log1p(rtol / 2)) - 1)
+    spreads = [m - 1 for m in taps(conv).shape[3:] if m > 1]
+    widest, share = max(spreads, default=1), math.log1p(rtol / 2) / max(1, len(spreads))
+    samples = math.ceil(math.pi * widest / 2 / math.acos(math.exp(-share)))
+    return gram(layer, iterations=max(1, products), samples=samples)
 
 
 class Dispatched(TorchDispatchMode):
@@ -70,6 +113,14 @@ def busy(run) -> float:
         run()
         torch.cuda.synchronize()
     return sum(event.self_device_time_total for event in found.key_averages()) / 1e6
+
+
+def kernels_table(run) -> str:
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as found:
+        run()
+        torch.cuda.synchronize()
+    return found.key_averages().table(sort_by="self_cuda_time_total", row_limit=60)
 
 
 def layers_of(depth: int, weights: str | None, device: str) -> dict[str, nn.Conv2d]:
@@ -101,6 +152,11 @@ def main() -> None:
     )
     parser.add_argument("--run", type=Path, help="use a network of `lipbound train` instead")
     parser.add_argument("--repeats", type=int, default=2)
+    search = parser.add_mutually_exclusive_group()
+    search.add_argument("--levels", action="store_true", help="search level by level on the device")
+    search.add_argument("--plain", action="store_true", help="search as on a processor")
+    parser.add_argument("--sound", action="store_true", help="time sound Gram iteration too, once")
+    parser.add_argument("--profile", type=Path, help="write a table of the GPU's kernels to a file")
     parser.add_argument(
         "--clock",
         default="wall",
@@ -124,9 +180,16 @@ def main() -> None:
     gram_seconds, _ = seconds(
         lambda: [gram_iteration(k) for k in kernels], chosen.repeats, chosen.device, clock
     )
+    if chosen.levels or chosen.plain:
+        certified.BY_LEVELS = {chosen.device} if chosen.levels else set()
+    start = clock()
+    lipbound.brackets(layers, chosen.rtol)
+    first = clock() - start
+    known = bool(chosen.run or chosen.weights)
     ours_seconds, found = seconds(
-        lambda: lipbound.brackets(layers, chosen.rtol), chosen.repeats, chosen.device, clock
-    )
+        lambda: lipbound.brackets(layers, chosen.rtol),
+        chosen.repeats, chosen.device, clock, renewal(layers, known),
+    )  # fmt: skip
     evaluations = sorted(b.evaluations for b in found.values())
     record = {
         "benchmark": "brackets",
@@ -136,7 +199,9 @@ def main() -> None:
         "rtol": chosen.rtol,
         "worst_width": max(b.width for b in found.values()),
         "median_evaluations": evaluations[len(evaluations) // 2],
+        "search": "levels" if chosen.device in certified.BY_LEVELS else "plain",
         "bracket_seconds": round(ours_seconds, 4),
+        "first_bracket_seconds": round(first, 4),
         "gram_seconds": round(gram_seconds, 4),
         "gram_over_bracket": round(gram_seconds / ours_seconds, 3),
         "dispatched": dispatched(lambda: lipbound.brackets(layers, chosen.rtol)),
@@ -149,6 +214,15 @@ def main() -> None:
     }
     if chosen.device == "cuda":
         record["busy_seconds"] = round(busy(lambda: lipbound.brackets(layers, chosen.rtol)), 4)
+        if chosen.profile:
+            chosen.profile.write_text(kernels_table(lambda: lipbound.brackets(layers, chosen.rtol)))
+    if chosen.sound:
+        start = clock()
+        values = [float(sound_gram(layer, chosen.rtol)) for layer in layers.values()]
+        record["sound_gram_seconds"] = round(clock() - start, 4)
+        brackets = lipbound.brackets(layers, chosen.rtol).values()
+        excess = [value / b.lower - 1 for value, b in zip(values, brackets, strict=True)]
+        record["sound_gram_worst_excess"] = max(excess)
     print(json.dumps(record, indent=1))
     if chosen.out:
         append(chosen.out, record)

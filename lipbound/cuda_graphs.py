@@ -19,12 +19,32 @@ WARM = 3  # calls before a capture, in which libraries choose algorithms and cod
 _streams: dict[int, list[torch.cuda.Stream]] = {}  # per device; streams stay valid
 
 
-def captured(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture ``work``; return its graph and its result, whose tensors every replay overwrites."""
+def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture ``work``; return its graph and its result, whose tensors every replay overwrites.
+
+    Graphs with the same memory ``pool`` must not run at the same time, and must leave nothing for
+    each other in their temporary tensors.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = work()
     return graph, result
+
+
+def graph_pool(device: torch.device) -> Any:
+    """A memory pool for :func:`captured`; ``None`` on devices without graphs."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def warn_uncaptured(error: RuntimeError) -> None:
+    """Say that work is launched kernel by kernel, and why."""
+    reason = str(error).splitlines()[0]
+    warnings.warn(f"cannot capture a CUDA graph ({reason})", stacklevel=3)
 
 
 class Repeated(Generic[Result]):
@@ -63,9 +83,7 @@ class Repeated(Generic[Result]):
                     self._captured = captured(work)
                 except RuntimeError as error:
                     self._captures = False
-                    warnings.warn(
-                        f"cannot capture a CUDA graph ({str(error).splitlines()[0]})", stacklevel=2
-                    )
+                    warn_uncaptured(error)
                     return work()
             graph, result = self._captured
             graph.replay()

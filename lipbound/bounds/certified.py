@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,15 +17,21 @@ from torch.nn.modules.conv import _ConvNd
 from lipbound.bounds.finite import attained, embedding, grid_maximum, single_tap_gain
 from lipbound.bounds.flat import flat
 from lipbound.bounds.rounding import UNIT, Scaled, double, gamma
+from lipbound.bounds.supremum import levels
 from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.field import LAG_BYTES, Field, lag_bytes
+from lipbound.bounds.supremum.peak import Peak
 from lipbound.bounds.supremum.search import Search
 from lipbound.geometry import Convolution, Layer, convolution, named, own_forward
 from lipbound.results import Result, digits
 from lipbound.runtime import OutOfTime, Progress, check_time, in_pieces, piece, silent
 from lipbound.symbols import evaluate, taps
 
+SIDE_BY_SIDE = 1 << 32  # bytes of lags of different shapes at once
 TOGETHER = 1024  # layers of one shape at once; more are no faster and delay the progress bar
+# Kinds of devices on which all shapes are searched side by side, see supremum/levels.py. "cuda"
+# joins once it has been measured there: `benchmarks/brackets.py --levels`.
+BY_LEVELS: set[str] = set()
 LIMIT = 5e9  # limit of cells × (n³ + 1e5); a flat symbol of three axes would never end
 
 
@@ -127,30 +133,35 @@ class _Found:
 
 @torch.no_grad()
 def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> list[_Found]:
-    """Solve problems of one shape together, as many at a time as memory allows."""
-    _, rows, _, *sizes = problems[0].taps.shape
-    room = max(1, piece(LAG_BYTES) // 2 // lag_bytes(rows, sizes))
-    batches: list[list[_Problem]] = []
-    blocks = room
-    for problem in problems:
-        blocks += len(problem.taps)
-        if blocks > room:
-            batches.append([])
-            blocks = len(problem.taps)
-        batches[-1].append(problem)
-    return [one for batch in batches for one in _solve(batch, rtol, polish)]
+    """Solve problems, those of one shape together, as many at a time as memory allows."""
+    results = {i: _flat(problem, rtol, polish) for i, problem in enumerate(problems)}
+    batches: dict[tuple[int, ...], list[list[int]]] = {}
+    blocks: dict[tuple[int, ...], int] = {}
+    for i, problem in enumerate(problems):
+        if results[i] is not None:
+            continue
+        count, *shape = problem.taps.shape
+        kind = tuple(shape)
+        room = max(1, piece(LAG_BYTES) // 2 // lag_bytes(kind[0], kind[2:]))
+        room = min(room, levels.BLOCKS) if _by_levels(problem) else room
+        if kind not in batches or blocks[kind] + count > room:
+            batches.setdefault(kind, []).append([])
+            blocks[kind] = 0
+        batches[kind][-1].append(i)
+        blocks[kind] += count
+    order = [batch for alike in batches.values() for batch in alike]
+    stacks = [_stack([problems[i] for i in batch]) for batch in order]
+    if problems and _by_levels(problems[0]):
+        answers = _searched_by_levels(stacks, rtol, polish)
+    else:
+        answers = (_searched(stack, rtol, polish) for stack in stacks)
+    for batch, found in zip(order, answers, strict=True):
+        results |= dict(zip(batch, found, strict=True))
+    return [found for found in results.values() if found is not None]
 
 
-def _solve(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
-    found = [_flat(problem, rtol, polish) for problem in problems]
-    rest = [problem for problem, known in zip(problems, found, strict=True) if known is None]
-    if not rest:
-        return [known for known in found if known is not None]
-    try:
-        searched = iter(_searched(rest, rtol, polish))
-    except OutOfTime:
-        searched = iter(_unsearched(problem) for problem in rest)
-    return [next(searched) if known is None else known for known in found]
+def _by_levels(problem: _Problem) -> bool:
+    return problem.taps.device.type in BY_LEVELS
 
 
 def _flat(problem: _Problem, rtol: float, polish: bool) -> _Found | None:
@@ -182,29 +193,88 @@ def _unsearched(problem: _Problem) -> _Found:
     return _Found(0.0, upper * slack, 0, (0.0,) * len(sizes), left, 0)
 
 
-def _searched(problems: Sequence[_Problem], rtol: float, polish: bool) -> list[_Found]:
-    counts = np.array([len(p.taps) for p in problems])
-    owner = np.arange(len(problems)).repeat(counts)
-    first = counts.cumsum() - counts
-    field = Field(torch.cat([p.taps for p in problems]))
-    limit = max(5_000 * len(problems), int(LIMIT / (field.rows**3 + 1e5)))
-    search = Search(field, owner, len(problems), rtol, limit=limit)
-    cover = Cover([field.sizes] * field.blocks)
-    upper = search.run(cover.start(field), cover.divide)
-    peak = search.peak
-    if polish:
-        peak.polish()
-    return [
-        _Found(
-            float(peak.lower[i]),
-            float(upper[i]),
-            int(peak.block[i] - first[i]),
-            tuple(peak.frequency[i].tolist()),
-            peak.left[i],
-            int(peak.evaluations[i]),
-        )
-        for i in range(len(problems))
-    ]
+@dataclass
+class _Stack:
+    """Problems of one shape whose symbols are searched together."""
+
+    problems: list[_Problem]
+    owner: NDArray[np.int64]  # (blocks,): the problem that each block belongs to
+    first: NDArray[np.int64]  # (problems,): the first block of each
+
+    def field(self) -> Field:
+        return Field(torch.cat([problem.taps for problem in self.problems]))
+
+    def limit(self, field: Field) -> int:
+        return max(5_000 * len(self.problems), int(LIMIT / (field.rows**3 + 1e5)))
+
+    def found(self, peak: Peak, upper: NDArray[np.float64], polish: bool) -> list[_Found]:
+        if polish:
+            peak.polish()
+        return [
+            _Found(
+                float(peak.lower[i]),
+                float(upper[i]),
+                int(peak.block[i] - self.first[i]),
+                tuple(peak.frequency[i].tolist()),
+                peak.left[i],
+                int(peak.evaluations[i]),
+            )
+            for i in range(len(self.problems))
+        ]
+
+
+def _stack(problems: list[_Problem]) -> _Stack:
+    counts = np.array([len(problem.taps) for problem in problems])
+    return _Stack(problems, np.arange(len(problems)).repeat(counts), counts.cumsum() - counts)
+
+
+def _searched(stack: _Stack, rtol: float, polish: bool) -> list[_Found]:
+    """Search one stack; without time for it, bound its layers without search."""
+    try:
+        field = stack.field()
+        layers = len(stack.problems)
+        search = Search(field, stack.owner, layers, rtol, limit=stack.limit(field))
+        cover = Cover([field.sizes] * field.blocks)
+        upper = search.run(cover.start(field), cover.divide)
+        return stack.found(search.peak, upper, polish)
+    except OutOfTime:
+        return [_unsearched(problem) for problem in stack.problems]
+
+
+def _searched_by_levels(
+    stacks: Sequence[_Stack], rtol: float, polish: bool
+) -> Iterator[list[_Found]]:
+    """Search all stacks side by side; layers that this leaves undone are searched one by one."""
+    rounds: list[list[int]] = []  # stacks with taps on the same axes, as many as memory allows
+    newest: dict[tuple[bool, ...], tuple[list[int], float]] = {}
+    for i, stack in enumerate(stacks):
+        shape = stack.problems[0].taps.shape
+        size = len(stack.owner) * lag_bytes(shape[1], shape[3:])
+        if size > piece(LAG_BYTES):
+            continue  # the levels need all lags
+        axes = tuple(m > 1 for m in shape[3:])
+        chosen, taken = newest.get(axes, ([], math.inf))
+        if taken + size > piece(SIDE_BY_SIDE):
+            chosen, taken = [], 0
+            rounds.append(chosen)
+        chosen.append(i)
+        newest[axes] = chosen, taken + size
+    levelled: dict[int, levels.Searched] = {}
+    try:
+        for chosen in rounds:
+            fields, owners = [stacks[i].field() for i in chosen], [stacks[i].owner for i in chosen]
+            levelled |= dict(zip(chosen, levels.search(fields, owners, rtol), strict=True))
+    except OutOfTime:
+        pass
+    for i, stack in enumerate(stacks):
+        if i not in levelled:
+            yield _searched(stack, rtol, polish)
+            continue
+        result = levelled[i]
+        found = stack.found(result.peak, result.upper, polish)
+        for k in (~result.done).nonzero()[0].tolist():
+            found[k] = _searched(_stack([stack.problems[k]]), rtol, polish)[0]
+        yield found
 
 
 def _check_rtol(rtol: float) -> None:
@@ -268,7 +338,7 @@ def brackets(
         layers = {n: m for n, m in modules if isinstance(m, known) and not own_forward(m)}
     else:
         layers = dict(model)
-    groups: dict[tuple[object, ...], list[str]] = {}
+    groups: dict[tuple[object, torch.device], list[str]] = {}
     convs = {name: named(name, layer) for name, layer in layers.items()}
     problems = _problems(convs, device)
     for name, problem in problems.items():
@@ -277,12 +347,22 @@ def brackets(
     found: dict[str, Bracket] = {}
     parts = [
         names[start : start + TOGETHER]
-        for names in groups.values()
+        for names in _side_by_side(groups)
         for start in range(0, len(names), TOGETHER)
     ]
     for names in progress(parts, "layers"):
         found |= in_pieces(partial(_bracketed, {name: problems[name] for name in names}, rtol))
     return {name: found[name] for name in layers}
+
+
+def _side_by_side(groups: Mapping[tuple[object, torch.device], list[str]]) -> list[list[str]]:
+    """The names of layers to search at once: those of one shape, or of all on a GPU."""
+    if not any(place.type in BY_LEVELS for _, place in groups):
+        return list(groups.values())
+    places: dict[torch.device, list[str]] = {}
+    for (_, place), names in groups.items():
+        places.setdefault(place, []).extend(names)
+    return list(places.values())
 
 
 def _bracketed(problems: Mapping[str, _Problem], rtol: float) -> dict[str, Bracket]:

@@ -12,6 +12,8 @@ from torch import Tensor
 from lipbound.runtime import check_time
 
 SMALL = 16  # size up to which a full eigensolver is used
+NEARLY = 1e-10  # share of a basis vector below which a new direction of it does not count
+POWER = 128  # of the small matrix, twice: its eigenvalues are told apart from 1e-4 on
 
 
 def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -72,10 +74,7 @@ def bottom_eigenpairs(
         return values[:, 0].cpu().numpy(), vectors[..., 0]
     turned = gaps.mul_(-2)
     turned.diagonal(dim1=-2, dim2=-1).add_(1)
-    columns = [start[..., None], turned @ start[..., None]]
-    while len(columns) < steps:
-        columns.append(torch.baddbmm(columns[-2], turned, columns[-1], beta=-1, alpha=2))
-    basis = torch.cat(columns, -1)  # (P, n, steps)
+    basis = torch.cat(_chebyshev(turned, start, steps - 1), -1)  # (P, n, steps)
     both = basis.mH @ torch.cat([basis, turned @ basis], -1)
     small = both.cpu().numpy()
     fine = np.isfinite(small).all((1, 2))
@@ -87,6 +86,57 @@ def bottom_eigenpairs(
         top, vectors[others] = top_eigenpairs(turned[others], start[others], steps)
         values[~fine] = top.cpu().numpy()
     return (1 - values) / 2, vectors
+
+
+def _chebyshev(turned: Tensor, start: Tensor, degree: int) -> list[Tensor]:
+    """T_k(turned)·start for k ≤ ``degree``, ``(P, n, 1)`` each."""
+    columns = [start[..., None], turned @ start[..., None]]
+    while len(columns) <= degree:
+        columns.append(torch.baddbmm(columns[-2], turned, columns[-1], beta=-1, alpha=2))
+    return columns
+
+
+def top_by_products(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Approximate the largest eigenvalues by a fixed number of products, reading nothing back.
+
+    The Krylov space is that of :func:`bottom_eigenpairs`. Its small eigenvalue problem is solved on
+    the device: by a Cholesky factor of the overlaps and by powers of the small matrix.
+
+    Args:
+        matrices: ``(P, n, n)`` Hermitian with eigenvalues near [0, 1]; overwritten.
+        start: ``(P, n)`` unit vectors.
+        steps: Size of the Krylov space.
+
+    Returns:
+        Ritz values and unit vectors. Both may be NaN if the eigenvalues are far larger than 1.
+    """
+    turned = matrices.mul_(2)
+    turned.diagonal(dim1=-2, dim2=-1).sub_(1)
+    basis = torch.cat(_chebyshev(turned, start, steps), -1)  # (P, n, steps + 1)
+    overlap = basis.mH @ basis
+    # turned·T_k = (T_{k+1} + T_{k−1})/2, and turned·T_0 = T_1
+    action = overlap[:, :-1, 1:].clone()
+    action[..., 1:] += overlap[:, :-1, :-2]
+    action[..., 1:] *= 0.5
+    overlap = overlap[:, :-1, :-1]
+    size = overlap.diagonal(dim1=-2, dim2=-1).real.clamp_min(1e-300).rsqrt()
+    scales = size[..., :, None] * size[..., None, :]
+    factor = overlap * scales
+    factor.diagonal(dim1=-2, dim2=-1).add_(NEARLY)
+    factor = torch.linalg.cholesky_ex(factor).L
+    # The eigenvalues of turned + I are at least 0, which is also what spurious directions get.
+    half = torch.linalg.solve_triangular(factor, (action + overlap) * scales, upper=False)
+    small = torch.linalg.solve_triangular(factor, half.mH, upper=False)
+    power = small + small.mH
+    for _ in range(2):
+        trace = power.diagonal(dim1=-2, dim2=-1).sum(-1)
+        power = torch.linalg.matrix_power(power / trace[..., None, None], POWER)
+    column = power.diagonal(dim1=-2, dim2=-1).real.argmax(-1)[:, None, None]
+    chosen = power.gather(-1, column.expand(-1, steps, 1))
+    value = (chosen.mH @ small @ chosen)[:, 0, 0].real / chosen.abs().square().sum((-2, -1))
+    weights = torch.linalg.solve_triangular(factor.mH, chosen, upper=True) * size[..., None]
+    vector = (basis[..., :-1] @ weights)[..., 0]
+    return value / 2, vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
 
 
 def greatest(

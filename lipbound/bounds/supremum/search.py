@@ -49,6 +49,32 @@ TURNS = 1 << 22  # matrix entries from which cells are proved in two batches
 WIDE = 256  # rows from which a cell that fails costs more than several smaller ones
 
 
+def parts(
+    cells: Cells, value: Floats, target: Floats, rtol: float, axes: int, limit: int,
+    *, most: int = 6, share: float = 0.9,
+) -> Integers:  # fmt: skip
+    """Number of parts to divide cells into: enough if σ1 were constant on each cell.
+
+    Since it is not, ``share`` makes the parts smaller; it was tuned on random symbols.
+
+    Args:
+        cells: The cells.
+        value: Estimates of λ1(FF*) at their centres.
+        target: The target τ of their layers.
+        rtol: Target relative width.
+        axes: Number of axes on which cells are divided.
+        limit: Number of cells beyond which every cell is divided into two on each axis.
+        most: Largest number of parts, at most three on three axes.
+        share: Share of the angle that σ1 would allow.
+    """
+    ratio = np.sqrt(np.maximum(value, 0)) / np.maximum(target, 1e-300)
+    enough = np.arccos(np.minimum(ratio, 1 - rtol / 2))
+    most = most if axes < 3 else 3
+    wanted = np.nan_to_num(np.ceil(cells.angle / (share * enough)), nan=most)
+    wanted = np.clip(wanted, 2, most).astype(np.int64)
+    return wanted if (wanted**axes).sum() <= limit else np.full_like(wanted, 2)
+
+
 class Search:
     """Search over a stack of symbols. ``owner[b]`` is the layer that block b belongs to.
 
@@ -138,19 +164,10 @@ class Search:
         return failed[kept], value[kept]
 
     def _parts(self, cells: Cells, value: Floats) -> Integers:
-        """Number of parts to divide into: enough if σ1 were constant on each cell.
-
-        Since it is not, ``share`` makes the parts smaller; it was tuned on random symbols.
-        """
-        target = np.maximum(self._target(), 1e-300)[self.owner[cells.block]]
-        ratio = np.sqrt(np.maximum(value, 0)) / target
-        enough = np.arccos(np.minimum(ratio, 1 - self.rtol / 2))
+        target = self._target()[self.owner[cells.block]]
         axes = sum(m > 1 for m in self.field.sizes)
         most, share = (8, 0.7) if self.field.rows >= WIDE and self.triangular else (6, 0.9)
-        most = most if axes < 3 else 3
-        parts = np.nan_to_num(np.ceil(cells.angle / (share * enough)), nan=most)
-        parts = np.clip(parts, 2, most).astype(np.int64)
-        return parts if (parts**axes).sum() <= self.limit else np.full_like(parts, 2)
+        return parts(cells, value, target, self.rtol, axes, self.limit, most=most, share=share)
 
     def _target(self) -> Floats:
         """Target τ per layer. It never decreases, so cells proved for one τ remain proved.

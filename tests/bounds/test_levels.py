@@ -1,0 +1,253 @@
+"""The search by levels: against the plain search and dense truth, and in the way a GPU runs it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from cases import ROUNDING
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lipbound import bracket, brackets
+from lipbound.bounds import certified
+from lipbound.bounds.supremum import blocked, levels
+from lipbound.bounds.supremum.blocked import shortfall
+from lipbound.bounds.supremum.cells import Cover
+from lipbound.bounds.supremum.eigen import top_by_products
+from lipbound.bounds.supremum.field import Field
+from lipbound.symbols import symbol
+from verify.layer_checks import claims
+from verify.random_layers import random_stack
+
+
+@pytest.fixture
+def by_levels(monkeypatch):
+    monkeypatch.setattr(certified, "BY_LEVELS", {"cpu"})
+
+
+def network(seed: int) -> nn.ModuleDict:
+    """Layers of many shapes, most of them several times."""
+    torch.manual_seed(seed)
+    made = {
+        "wide": lambda: nn.Conv2d(7, 9, 3),
+        "strided": lambda: nn.Conv2d(4, 6, (3, 5), stride=2),
+        "grouped": lambda: nn.Conv2d(6, 8, 3, groups=2),
+        "depthwise": lambda: nn.Conv2d(5, 5, 3, groups=5),
+        "row": lambda: nn.Conv2d(5, 4, (1, 3)),
+        "long": lambda: nn.Conv1d(20, 18, 5),
+        "solid": lambda: nn.Conv3d(2, 3, 2),
+        "point": lambda: nn.Conv2d(20, 30, 1),
+        "dense": lambda: nn.Linear(40, 25),
+        "one": lambda: nn.Conv2d(1, 1, 3),
+    }
+    layers = {f"{name}{i}": make() for name, make in made.items() for i in range(3)}
+    layers["zero"] = made["wide"]()
+    layers["flat"] = nn.Conv2d(8, 8, 3)
+    with torch.no_grad():
+        layers["zero"].weight.zero_()
+        layers["grouped0"].weight[:4].zero_()
+        nn.init.dirac_(layers["flat"].weight)
+    return nn.ModuleDict(layers).double()
+
+
+def assert_same(model: nn.Module, found: dict, rtol: float) -> None:
+    """Both brackets hold the same number, are as narrow as asked, and attain their lower ends."""
+    plain = brackets(model, rtol)
+    assert list(found) == list(plain)
+    for name, mine in found.items():
+        theirs = plain[name]
+        assert mine.certified
+        assert mine.lower <= theirs.upper, name
+        assert theirs.lower <= mine.upper, name
+        assert mine.upper <= mine.lower * (1 + rtol), name
+        if mine.lower > 0 and name != "flat":
+            place = [] if name.startswith("dense") else mine.frequency
+            layer = dict(model.named_modules())[name]
+            if name.startswith("dense"):
+                attained = torch.linalg.matrix_norm(layer.weight, 2)
+            elif max(layer.stride) == 1:
+                attained = torch.linalg.matrix_norm(symbol(layer, [place]), 2)
+            else:
+                continue  # the symbol without simplification has other frequencies
+            assert mine.lower <= float(attained) * (1 + 1e-12), name
+
+
+@pytest.mark.parametrize("rtol", [1e-1, 1e-3, 1e-6])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_plain_search_is_the_definition(monkeypatch, seed, rtol):
+    model = network(seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(certified, "BY_LEVELS", {"cpu"})
+        patch.setattr(levels, "BLOCKED", 5)
+        patch.setattr(blocked, "WIDTH", 3)
+        found = brackets(model, rtol)
+    assert_same(model, found, rtol)
+
+
+@pytest.mark.parametrize("seed", range(700, 712))
+def test_random_layers_against_dense_truth(by_levels, seed):
+    assert [claim.name for claim in claims(random_stack(seed, 8)) if claim.wrong()] == []
+
+
+class ReadsNothing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert not any(word in str(function) for word in ("scalar_dense", "nonzero", "item"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 9, 3, 3), (1, 5, 5, 1, 1), (3, 70, 80, 2, 2)])
+@pytest.mark.parametrize("width", [4, 1000])
+def test_a_level_reads_nothing_back(monkeypatch, shape, width):
+    """A graph could not be captured otherwise."""
+    monkeypatch.setattr(levels, "BLOCKED", width)
+    field = Field(torch.randn(shape, dtype=torch.float64))
+    stack = levels.Stack(field, np.arange(shape[0]), 1e-3)
+    cells = Cover([field.sizes] * shape[0]).start()
+    packed = torch.from_numpy(levels._packed(cells, cells.block))
+    for first in (True, False):
+        with ReadsNothing():
+            row = stack.level(packed, first)
+        assert row.shape == (3 * len(cells) + shape[0],)
+    with pytest.raises(AssertionError), ReadsNothing():
+        float(row[0])
+
+
+class Again:
+    """Stands for a graph: a replay does the work again, into the tensors of the first time."""
+
+    def __init__(self, work, result):
+        self.work, self.result = work, result
+
+    def replay(self):
+        self.result.copy_(self.work())
+        Again.replays += 1
+
+
+def test_graphs_serve_networks_with_other_weights(monkeypatch, by_levels):
+    """Levels that come again are replayed, on stacks kept from the first call."""
+
+    def captured(work, pool):
+        result = work()
+        return Again(work, result), result
+
+    Again.replays = 0
+    monkeypatch.setattr(levels, "captured", captured)
+    monkeypatch.setattr(levels, "graph_pool", lambda _: (0, 0))
+    monkeypatch.setattr(levels, "device_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(levels, "_kept", {})
+    replays, stacks = [], []
+    for seed in (3, 3, 3, 4):
+        model = network(seed)
+        found = brackets(model)
+        replays.append(Again.replays)
+        stacks.append({id(stack) for alike in levels._kept.values() for stack in alike})
+        with monkeypatch.context() as patch:
+            patch.setattr(certified, "BY_LEVELS", set())
+            assert_same(model, found, 1e-3)
+    counts = np.diff(replays)  # more room for vectors, made in the first call, costs a few graphs
+    assert replays[0] < 10 < counts[0] <= counts[1]
+    assert counts[2] > 0
+    assert stacks[0] == stacks[1] == stacks[3]
+    monkeypatch.setattr(levels, "device_memory", lambda _: 0)
+    brackets(model)
+    assert sum(map(len, levels._kept.values())) == 1  # no room for more
+
+
+def test_work_that_cannot_be_captured_is_launched(monkeypatch, by_levels):
+    def captured(work, pool):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(levels, "captured", captured)
+    monkeypatch.setattr(levels, "graph_pool", lambda _: (0, 0))
+    monkeypatch.setattr(levels, "device_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(levels, "_kept", {})
+    layer = nn.Conv2d(6, 6, 3).double()
+    first = bracket(layer)
+    with pytest.warns(UserWarning, match="cannot capture .*stream is capturing"):
+        assert bracket(layer) == first
+
+
+@pytest.mark.parametrize("wrong", ["scale", "vectors", "nothing found", "too high"])
+def test_the_device_only_chooses(monkeypatch, by_levels, wrong):
+    """Absurd choices cost time and width, never the bound."""
+    draw = torch.Generator().manual_seed(0)
+    layer = nn.Conv2d(9, 9, 3).double()
+    peak = float(
+        torch.linalg.matrix_norm(
+            torch.fft.fft2(layer.weight, s=(96, 96)).flatten(2).permute(2, 0, 1), 2
+        ).max()
+    )
+    scales = levels.Stack._scales
+    changed = {
+        "scale": lambda self, block, cosine: scales(self, block, cosine)
+        * torch.rand(len(block), dtype=torch.float64, generator=draw) * 1.5,
+        "too high": lambda self, block, cosine: scales(self, block, cosine) * 1.01,
+        "nothing found": lambda self, block, cosine: scales(self, block, cosine) * 0,
+    }  # fmt: skip
+    if wrong == "vectors":
+        noise = lambda m, start, steps: (torch.rand(len(m)).double(), torch.randn_like(start))  # noqa: E731
+        monkeypatch.setattr(levels, "top_by_products", noise)
+    else:
+        monkeypatch.setattr(levels.Stack, "_scales", changed[wrong])
+    found = bracket(layer)
+    assert found.lower <= peak * 1.01
+    assert found.upper >= peak * ROUNDING
+    assert found.width <= 1e-3 or wrong == "scale"
+
+
+def test_what_levels_leave_undone_is_searched(monkeypatch, by_levels):
+    monkeypatch.setattr(levels, "LEVELS", 1)
+    model = network(5)
+    found = brackets(model)
+    monkeypatch.setattr(certified, "BY_LEVELS", set())
+    assert_same(model, found, 1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 24, 40])
+@pytest.mark.parametrize("kind", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("excess", [1e-2, 1e-8, 1e-12, 0, -1e-14, -1e-13, -1e-10, -1e-3])
+def test_the_shortfall_bounds_the_least_eigenvalue(size, kind, excess):
+    draw = torch.Generator().manual_seed(size)
+    half = torch.randn(5, size, size, dtype=kind, generator=draw)
+    gram = half @ half.mH
+    gram = gram / torch.linalg.eigvalsh(gram)[:, -1, None, None]
+    gap = (1 + excess) * torch.eye(size, dtype=kind) - gram
+    least = torch.linalg.eigvalsh(gap)[:, 0]
+    short = shortfall(gap.clone(), width=8)
+    assert (least >= -short - 1e-15 * size).all()
+    if excess >= 1e-8:
+        assert (short < 1e-11).all()
+    if excess <= -1e-10:
+        assert (short == math.inf).all()
+
+
+def test_the_remainder_is_measured(monkeypatch):
+    """With a wrong inverse there is no factorization, and the shortfall says how far off it is."""
+    solve = torch.linalg.solve_triangular
+    off = lambda *given, **options: solve(*given, **options) * (1 + 1e-4)  # noqa: E731
+    monkeypatch.setattr(torch.linalg, "solve_triangular", off)
+    half = torch.randn(4, 20, 20, dtype=torch.complex128)
+    gram = half @ half.mH
+    gap = 2 * torch.linalg.eigvalsh(gram)[:, -1, None, None] * torch.eye(20) - gram
+    gap = gap / gap.diagonal(dim1=1, dim2=2).real.amax(1)[:, None, None]
+    short = shortfall(gap.clone(), width=8)
+    assert ((short > 1e-6) & (short < 1e-2)).all()
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("size", [1, 3, 8, 40])
+def test_estimates_by_products_come_from_below(size, kind):
+    draw = torch.Generator().manual_seed(size)
+    half = torch.randn(6, size, size, dtype=kind, generator=draw)
+    matrices = half @ half.mH / (4 * size)
+    truth = torch.linalg.eigvalsh(matrices)[:, -1]
+    start = torch.randn(6, size, dtype=kind, generator=draw)
+    start = start / torch.linalg.vector_norm(start, dim=1, keepdim=True)
+    value, vector = top_by_products(matrices.clone(), start, 16)
+    quotient = (vector.conj() * (matrices @ vector[..., None])[..., 0]).sum(1).real
+    assert (quotient <= truth * (1 + 1e-12)).all()
+    assert (quotient >= truth * (0.97 if size == 40 else 1 - 1e-6)).all()
+    torch.testing.assert_close(value, quotient, rtol=1e-5, atol=0)
