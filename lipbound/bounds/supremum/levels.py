@@ -46,7 +46,7 @@ from lipbound.runtime import check_time, ran_out
 
 FIRST, STEPS, MATRIX = 16, 8, 32  # sizes of Krylov spaces: at first, later, for a single matrix
 ROUNDS = 2  # climbs in the first level; one in each other level
-BLOCKED = 192  # rows from which a factorization by products is faster
+BLOCKED = 192  # rows from which factors are made of products: a guess, to be measured
 LEVELS = 10  # at most
 MOST = 5_000  # cells of a layer left open, beyond which the layer is left undone
 KEPT = 0.25  # share of a GPU's memory that stacks and graphs of earlier calls may take
@@ -298,8 +298,10 @@ class Stack:
             if self.blocked:
                 found.append(shortfall(gaps))
             else:  # δ = c·tr(I − s·FF*), at most n·c
-                info = torch.linalg.cholesky_ex(gaps).info
-                found.append(torch.where(info == 0, self.factor, math.inf))
+                failed = torch.linalg.cholesky_ex(gaps).info != 0
+                found.append(
+                    torch.full_like(scale[part], self.factor).masked_fill(failed, math.inf)
+                )
         return torch.cat(found)
 
 
