@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -98,6 +99,17 @@ def test_streams_that_come_between(tmp_path):
     found += stream
     assert all(torch.equal(a[0], b[0]) for a, b in zip(whole, found, strict=True))
     assert [w.pid for w in data.train._loader._iterator._workers] == processes, "the same workers"
+
+
+def test_worker_processes_end_with_their_images(tmp_path):
+    """At once: later ones would inherit them by fork, and could not end them."""
+    before = set(multiprocessing.active_children())
+    data = data_set("folder", pictures(tmp_path)).changed(24, 2)
+    for _ in data.train.stream([torch.arange(36)], 0):
+        workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    del data
+    assert not workers & set(multiprocessing.active_children())
 
 
 def tar(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo) -> None:

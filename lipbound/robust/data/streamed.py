@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -129,13 +130,14 @@ class Streamed:
 
 
 class _Now:
-    """The jobs of the present stream."""
+    """The jobs of the present stream, which do not keep the images' worker processes alive."""
 
     def __init__(self, owner: Streamed):
-        self.owner = owner
+        self.owner = weakref.proxy(owner)
 
     def __iter__(self) -> Iterator[tuple[int | None, list[int]]]:
-        return self.owner._jobs
+        jobs: Iterator[tuple[int | None, list[int]]] = self.owner._jobs
+        return jobs
 
 
 def unchanged_part(part: Any) -> Any:
