@@ -183,6 +183,12 @@ def held(cell: dict[str, Any], clean: bool = False) -> float | None:
     return statistics.fmean(values) if None not in values else None
 
 
+def peak(cell: dict[str, Any]) -> float | None:
+    """Return the highest accuracy of all epochs under PGD on held-out images."""
+    values = [epoch["held_out_pgd_accuracy"] for epoch in cell["epochs"]]
+    return max(values) if None not in values else None
+
+
 Pair = tuple[str, str]
 Gaps = dict[str, dict[str, Any]]
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.files import append, provenance, read
+from lipbound.paper import gaps
 from lipbound.paper.request import Request
 from lipbound.penalty.penalty import Penalty
 from lipbound.robust.attacks.plan import Plan
@@ -57,6 +58,8 @@ class Tier:
         pilot: Whether the tier is run only on request.
         doubts: Whether to look for doubts about the first seed's final network.
         tried: Labels of arms that are compared on held-out images only, and not attacked.
+        rivals: Labels of arms of which only the one with the highest :func:`gaps.peak` on held-out
+            images is attacked, when the first seeds of all are recorded.
         matched: Label → label of an arm with a penalty. The former has the weight decay that
             shrinks the layers as much, see :func:`equal_decays`, from the latter's first seed.
     """
@@ -74,16 +77,30 @@ class Tier:
     also: tuple[float, ...] = ()
     doubts: bool = True
     tried: tuple[str, ...] = ()
+    rivals: tuple[str, ...] = ()
     matched: dict[str, str] = field(default_factory=dict)
     pilot: bool = False
 
     def cells(self) -> Iterator[tuple[str, int]]:
-        """Yield arms and seeds, with the first seed of every arm before any second one."""
+        """Yield arms and seeds, with the first seed of every arm before any second one.
+
+        Rivals come again at the end, when one of them is chosen.
+        """
         most = max((self.seeds.get(label, 1) for label in self.arms), default=0)
         for seed in range(most):
             for label in self.arms:
                 if seed < self.seeds.get(label, 1):
                     yield label, seed
+        yield from ((label, 0) for label in self.rivals)
+
+    def attacks(self, label: str, records: dict[str, dict[str, Any]]) -> bool:
+        """Whether an arm is attacked, given the records of the first seeds."""
+        if label in self.rivals:
+            peaks = {
+                name: gaps.peak(records[name]) or 0.0 for name in self.rivals if name in records
+            }
+            return len(peaks) == len(self.rivals) and label == max(peaks, key=lambda n: peaks[n])
+        return label not in self.tried
 
     def settings(self, label: str, seed: int, **more: Any) -> Settings:
         changes = {**self.common, **self.arms[label], **more, "seed": seed}
@@ -126,7 +143,9 @@ def work(name: str, tier: Tier, request: Request) -> list[dict[str, Any]]:
     for label, seed in request.progress([*tier.cells()], f"trainings of tier {name}"):
         records = latest(read(path))
         before = records.get((name, label, seed))
-        attacked = label not in tier.tried
+        attacked = tier.attacks(
+            label, {n: r for (t, n, s), r in records.items() if (t, s) == (name, 0)}
+        )
         done = before is not None and not (attacked and "pgd" not in before["final"])
         source = tier.matched.get(label, "")
         matching = tier.matching(label, records.get((name, source, 0)))

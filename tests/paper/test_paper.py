@@ -296,6 +296,28 @@ def test_a_matched_arm_waits_for_the_process_that_trains_its_source(monkeypatch,
     assert [arm for arm, *_ in seen] == ["at", "at+lipreg", "at", "at"]
 
 
+def test_of_rivals_the_best_on_held_out_images_is_attacked(monkeypatch, tmp_path):
+    """Not before all are trained; and a rival that was attacked is not trained again."""
+    seen, peaks = [], {5e-4: 0.3, 1e-3: 0.5, 2e-3: 0.4}
+
+    def cell(tier, chosen, data, where, *, attacked, **options):
+        seen.append((chosen.weight_decay, attacked))
+        epochs = [{"held_out_pgd_accuracy": peaks[chosen.weight_decay]}]
+        return {"settings": as_dict(chosen), "final": {"pgd": {}} if attacked else {},
+                "epochs": epochs}  # fmt: skip
+
+    monkeypatch.setattr(trainings, "cell", cell)
+    tier = replace(TINY, arms=table2.TUNED, seeds={}, rivals=(*table2.TUNED,))
+    last = [*table2.TUNED][-1]
+    with lock(tmp_path / "tiny" / f"{last.replace(' ', '-')}-0.claim"):
+        work("tiny", tier, tmp_path, device="cpu")
+    assert seen == [(5e-4, False), (1e-3, False)]
+    for _ in range(2):
+        found = work("tiny", tier, tmp_path, device="cpu")
+    assert seen[2:] == [(2e-3, False), (1e-3, True)]
+    assert [cell["label"] for cell in found if "pgd" in cell["final"]] == ["at tuned 0.001"]
+
+
 @pytest.mark.parametrize("reason", ["time limit", "interrupted"])
 def test_a_training_that_was_stopped_is_no_cell(monkeypatch, tmp_path, reason):
     monkeypatch.setattr(trainings, "train", lambda *given, **options: {"stopped": reason})
@@ -406,7 +428,7 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
     assert few.index("| at | final") < few.index("| at+lipreg 0.008 | final")
     table, tried = few.split(table2.TRIED)
     assert "| at+lipreg 0.1 |" not in table
-    assert "| at+lipreg 0.1 | 70.0 |  | 50.0 | 3.0 | 1.00 |" in tried
+    assert "| at+lipreg 0.1 | 70.0 |  |  | 50.0 | 3.0 | 1.00 |" in tried
     assert table2.TRIED not in full
     theirs = "| *the paper's at* |  |  | 86.4 | 42.6 | 47.7 | 33.4 |  |"
     assert theirs in alone, "beside what has no AT of its own"
@@ -416,7 +438,7 @@ def test_a_report_has_its_arms_in_order_and_the_papers_numbers_of_its_data():
 def test_a_tier_of_which_arms_were_only_tried_has_a_report():
     tried = [cell for cell in trained_cells() if cell["label"] == "at+lipreg 0.1"]
     shown = table2.report({"cells": tried})
-    assert "| at+lipreg 0.1 | 70.0 |  | 50.0 | 3.0 | 1.00 |" in shown
+    assert "| at+lipreg 0.1 | 70.0 |  |  | 50.0 | 3.0 | 1.00 |" in shown
 
 
 def test_first_seeds_come_first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,3 +207,17 @@ def test_one_seed_borrows_the_deviation_over_seeds():
     differ = gaps.interval(0.05, 0.2, [-0.05, 0.05, 0.15])
     known = differences.widened(differ, differences.Deviation(9.0, 4))
     assert known == differ, "several seeds have a deviation of their own"
+
+
+def test_the_recipe_is_compared_with_the_best_epoch_of_the_tuned_reference():
+    def cell(label, right):
+        return {"label": label, "seed": 0, "best": {"pgd": accuracy(torch.arange(100) < right)}}
+
+    arms = {"ours awp 0.005": 55, "at awp 0.005": 50, "at+lipreg 0.008": 40, "at tuned 0.001": 45}
+    groups = {label: [cell(label, right)] for label, right in arms.items()}
+    shown = robustness.reference(SimpleNamespace(groups={"B": groups}))
+    assert "| ours awp 0.005 − at tuned 0.001 | +10.0 [" in shown
+    assert "there is no verdict" in shown
+    assert "**+" not in shown
+    del groups["at tuned 0.001"]
+    assert robustness.reference(SimpleNamespace(groups={"B": groups})) == ""

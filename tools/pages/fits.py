@@ -22,6 +22,7 @@ from lipbound.paper.gaps import (
     grouped,
     held,
     paper_gaps,
+    peak,
 )
 from lipbound.paper.table2 import SMOOTH, shown, smooth
 from lipbound.report.markdown import table
@@ -200,9 +201,3 @@ def certified(final: dict[str, Any]) -> float | None:
     """Return the share of images whose L2 ball of radius 36/255 the bound certifies."""
     found = {round(float(r), 4): one for r, one in (final.get("certified") or {}).items()}
     return found.get(round(36 / 255, 4), {}).get("accuracy")
-
-
-def peak(cell: dict[str, Any]) -> float | None:
-    """Return the highest accuracy of all epochs under PGD on held-out images."""
-    values = [epoch["held_out_pgd_accuracy"] for epoch in cell["epochs"]]
-    return max(values) if None not in values else None
