@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
         Convolution, "symbol_stride", lambda _: _undivided,
     ),
     "bracket: cells said to reach half as far": (
-        cells.Cover, "_angles", lambda angles: lambda cover, scale: angles(cover, scale) / 2,
+        cells.Cover, "_angles", lambda angles: lambda *given: angles(*given) / 2,
     ),
     "sized bracket: grid one point too small": (finite, "_least", _one_less),
 }  # fmt: skip

@@ -201,8 +201,17 @@ class _Stack:
     owner: NDArray[np.int64]  # (blocks,): the problem that each block belongs to
     first: NDArray[np.int64]  # (problems,): the first block of each
 
-    def field(self) -> Field:
-        return Field(torch.cat([problem.taps for problem in self.problems]))
+    @property
+    def axes(self) -> tuple[bool, ...]:
+        """On which axes the symbols have several taps."""
+        return tuple(m > 1 for m in self.problems[0].taps.shape[3:])
+
+    def field(self, axes: int | None = None) -> Field:
+        """The symbols; those of one tap may be seen as symbols on any number of axes."""
+        coefficients = torch.cat([problem.taps for problem in self.problems])
+        if axes is not None and not any(self.axes):
+            coefficients = coefficients.reshape(*coefficients.shape[:3], *[1] * axes)
+        return Field(coefficients)
 
     def limit(self, field: Field) -> int:
         return max(5_000 * len(self.problems), int(LIMIT / (field.rows**3 + 1e5)))
@@ -215,7 +224,7 @@ class _Stack:
                 float(peak.lower[i]),
                 float(upper[i]),
                 int(peak.block[i] - self.first[i]),
-                tuple(peak.frequency[i].tolist()),
+                tuple(peak.frequency[i, : len(self.axes)].tolist()),
                 peak.left[i],
                 int(peak.evaluations[i]),
             )
@@ -244,25 +253,32 @@ def _searched(stack: _Stack, rtol: float, polish: bool) -> list[_Found]:
 def _searched_by_levels(
     stacks: Sequence[_Stack], rtol: float, polish: bool
 ) -> Iterator[list[_Found]]:
-    """Search all stacks side by side; layers that this leaves undone are searched one by one."""
-    rounds: list[list[int]] = []  # stacks with taps on the same axes, as many as memory allows
+    """Search all stacks side by side; layers that this leaves undone are searched one by one.
+
+    A search takes symbols with taps on the same axes, and matrices beside them.
+    """
+    widest = max(
+        (stack.axes for stack in stacks), default=(), key=lambda axes: (any(axes), len(axes))
+    )
+    rounds: list[tuple[int, list[int]]] = []  # number of axes, and as many stacks as memory allows
     newest: dict[tuple[bool, ...], tuple[list[int], float]] = {}
     for i, stack in enumerate(stacks):
         shape = stack.problems[0].taps.shape
         size = len(stack.owner) * lag_bytes(shape[1], shape[3:])
         if size > piece(LAG_BYTES):
             continue  # the levels need all lags
-        axes = tuple(m > 1 for m in shape[3:])
+        axes = stack.axes if any(stack.axes) else widest
         chosen, taken = newest.get(axes, ([], math.inf))
         if taken + size > piece(SIDE_BY_SIDE):
             chosen, taken = [], 0
-            rounds.append(chosen)
+            rounds.append((len(axes), chosen))
         chosen.append(i)
         newest[axes] = chosen, taken + size
     levelled: dict[int, levels.Searched] = {}
     try:
-        for chosen in rounds:
-            fields, owners = [stacks[i].field() for i in chosen], [stacks[i].owner for i in chosen]
+        for axes, chosen in rounds:
+            fields = [stacks[i].field(axes) for i in chosen]
+            owners = [stacks[i].owner for i in chosen]
             levelled |= dict(zip(chosen, levels.search(fields, owners, rtol), strict=True))
     except OutOfTime:
         pass

@@ -198,6 +198,25 @@ def test_the_device_only_chooses(monkeypatch, by_levels, wrong):
     assert found.width <= 1e-3 or wrong == "scale"
 
 
+def test_matrices_are_searched_beside_convolutions(monkeypatch, by_levels):
+    searches = []
+
+    def search(fields, owners, rtol):
+        searches.append([field.sizes for field in fields])
+        return plain(fields, owners, rtol)
+
+    plain = levels.search
+    monkeypatch.setattr(levels, "search", search)
+    model = nn.Sequential(nn.Linear(9, 7), nn.Conv2d(7, 9, 1), nn.Conv2d(3, 4, 3)).double()
+    found = brackets(model)
+    assert searches == [[[1, 1], [1, 1], [3, 3]]]
+    for layer, name in zip(model[:2], "01", strict=True):
+        true = float(torch.linalg.matrix_norm(layer.weight.flatten(1), 2))
+        assert found[name].lower <= true * (1 + 1e-14)
+        assert found[name].upper >= true * (1 - 1e-14)
+    assert [len(found[name].frequency) for name in "012"] == [0, 2, 2]
+
+
 def test_what_levels_leave_undone_is_searched(monkeypatch, by_levels):
     monkeypatch.setattr(levels, "LEVELS", 1)
     model = network(5)

@@ -416,7 +416,7 @@ def test_cells_that_are_too_large_would_prove_too_much(monkeypatch):
     with pytest.raises(cover.NotPositive):
         cover.prove(scalar(taps, 4))
     plain = cover.Cover._angles
-    monkeypatch.setattr(cover.Cover, "_angles", lambda self, scale: plain(self, scale) / 1e3)
+    monkeypatch.setattr(cover.Cover, "_angles", lambda *given: plain(*given) / 1e3)
     assert cover.prove(scalar(taps, 4)) > 0
 
 

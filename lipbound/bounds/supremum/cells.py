@@ -76,22 +76,26 @@ def pick(rows: Tensor, chosen: Integers) -> Tensor:
 class Cover:
     """Cover of the frequencies of a stack of symbols.
 
-    The first diamonds reach an angle of π/4 on two axes.
+    The first diamonds reach an angle of π/4 on two axes. A symbol of one tap is the same at all
+    frequencies, so it has one cell of angle 0, which is never divided.
 
     Args:
-        sizes: Number of taps on each axis, for every block. Blocks may differ in it, but not in the
-            axes on which they have more than one tap.
+        sizes: Number of taps on each axis, for every block. Blocks of several taps may differ in
+            it, but not in the axes on which they have more than one.
     """
 
     def __init__(self, sizes: Sequence[Sequence[int]]):
         self.sizes = [tuple(own) for own in sizes]
         spread = np.array(self.sizes, dtype=np.int64).reshape(len(self.sizes), -1) - 1
-        if ((spread > 0) != (spread[0] > 0)).any():
+        wide = (spread > 0).any(0)
+        self.single = (spread == 0).all(1)  # (blocks,): whether a block has one tap
+        if ((spread > 0) != wide)[~self.single].any():
             raise ValueError(f"sizes={sizes} have more than one tap on different axes")
-        self.active = [axis for axis, w in enumerate(spread[0]) if w]
+        self.active = wide.nonzero()[0].tolist()
         self.dims = spread.shape[1]
         self.half = math.pi / 2 / np.where(spread, spread, math.inf)  # (blocks, D)
-        self.angle = (math.pi / 4) * (min(1, len(self.active)) + len(self.active[2:]))
+        whole = (math.pi / 4) * (min(1, len(self.active)) + len(self.active[2:]))
+        self.angle = np.where(self.single, 0.0, whole)  # (blocks,): of the first cells
         self.slack = SLACK * int(spread.sum(1).max())
         self.moves: dict[int, Floats] = {}
 
@@ -107,7 +111,7 @@ class Cover:
         scale = np.ones(len(centres))
         block = np.arange(len(counts)).repeat(counts)
         left = torch.arange(len(block)) if field is None else random_vectors(len(block), field)
-        return Diamonds(block, centres, self._angles(scale), left, scale, own)
+        return Diamonds(block, centres, self._angles(block, scale), left, scale, own)
 
     def divide(self, cells: Diamonds, parts: Integers) -> Diamonds | None:
         """Divide each cell into ``parts``^D of 1/parts the size; ``None`` if they are too small."""
@@ -115,6 +119,7 @@ class Cover:
             return None
         if parts.min() < 1:
             raise ValueError(f"parts={parts.min()} must be at least 1")
+        parts = np.where(self.single[cells.block], 1, parts)
         parent, offset, scale, own = [], [], [], []
         for count in np.unique(parts).tolist():
             chosen = (parts == count).nonzero()[0]
@@ -133,7 +138,7 @@ class Cover:
         return Diamonds(
             cells.block[parents],
             cells.frequency[parents] + np.concatenate(offset)[order],
-            self._angles(size),
+            self._angles(cells.block[parents], size),
             pick(cells.left, parents),
             size,
             np.concatenate(own)[order],
@@ -153,8 +158,8 @@ class Cover:
             self.moves[count] = moves
         return self.moves[count]
 
-    def _angles(self, scale: Floats) -> Floats:
-        return (self.angle * scale + self.slack) * (1 + 8 * UNIT)
+    def _angles(self, block: Integers, scale: Floats) -> Floats:
+        return (self.angle[block] * scale + self.slack) * (1 + 8 * UNIT)
 
 
 def _first_centres(sizes: Sequence[int], active: list[int]) -> tuple[Floats, NDArray[np.bool_]]:

@@ -342,7 +342,7 @@ class Searched:
 
 
 def search(fields: Sequence[Field], owners: Sequence[Integers], rtol: float) -> list[Searched]:
-    """Bracket the layers of fields that have several taps on the same axes, level by level.
+    """Bracket the layers of fields with taps on the same axes, or of one tap, level by level.
 
     Args:
         fields: The symbols, one field for every shape, all on one device.
