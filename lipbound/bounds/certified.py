@@ -206,11 +206,11 @@ class _Stack:
         """On which axes the symbols have several taps."""
         return tuple(m > 1 for m in self.problems[0].taps.shape[3:])
 
-    def field(self, axes: int | None = None) -> Field:
+    def field(self, dims: int | None = None) -> Field:
         """The symbols; those of one tap may be seen as symbols on any number of axes."""
         coefficients = torch.cat([problem.taps for problem in self.problems])
-        if axes is not None and not any(self.axes):
-            coefficients = coefficients.reshape(*coefficients.shape[:3], *[1] * axes)
+        if dims is not None and not any(self.axes):
+            coefficients = coefficients.reshape(*coefficients.shape[:3], *[1] * dims)
         return Field(coefficients)
 
     def limit(self, field: Field) -> int:
@@ -276,8 +276,8 @@ def _searched_by_levels(
         newest[axes] = chosen, taken + size
     levelled: dict[int, levels.Searched] = {}
     try:
-        for axes, chosen in rounds:
-            fields = [stacks[i].field(axes) for i in chosen]
+        for dims, chosen in rounds:
+            fields = [stacks[i].field(dims) for i in chosen]
             owners = [stacks[i].owner for i in chosen]
             levelled |= dict(zip(chosen, levels.search(fields, owners, rtol), strict=True))
     except OutOfTime:

@@ -87,11 +87,11 @@ class Cover:
     def __init__(self, sizes: Sequence[Sequence[int]]):
         self.sizes = [tuple(own) for own in sizes]
         spread = np.array(self.sizes, dtype=np.int64).reshape(len(self.sizes), -1) - 1
-        wide = (spread > 0).any(0)
-        self.single = (spread == 0).all(1)  # (blocks,): whether a block has one tap
-        if ((spread > 0) != wide)[~self.single].any():
+        several = spread > 0
+        self.single = several.sum(1) == 0  # (blocks,): whether a block has one tap
+        self.active = np.flatnonzero(several.sum(0)).tolist()
+        if (several.sum(1)[~self.single] < len(self.active)).any():
             raise ValueError(f"sizes={sizes} have more than one tap on different axes")
-        self.active = wide.nonzero()[0].tolist()
         self.dims = spread.shape[1]
         self.half = math.pi / 2 / np.where(spread, spread, math.inf)  # (blocks, D)
         whole = (math.pi / 4) * (min(1, len(self.active)) + len(self.active[2:]))
