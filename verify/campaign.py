@@ -2,13 +2,13 @@
 
     python -m verify campaign --minutes 10 --workers 4 --out campaign.jsonl
 
-There are five parts: ``layers`` (every bound on random layers), ``search`` (ascent on truth/bound
-over kernels), ``networks`` (the audit of random architectures against Jacobian norms), ``lipsdp``
-(the same with effort='high') and ``rounding`` (what networks compute against arithmetic of 256
-bits). All cases come from consecutive seeds, and a record is appended for every few seeds. A run
-may therefore be killed at any moment; the next run with the same file continues with the remaining
-seeds. The exit code is 1 after a violation. ``--merge`` joins the records of a file, one per part
-and device.
+There are six parts: ``layers`` (every bound on random layers), ``levels`` (the search shaped for a
+GPU against the search on a processor), ``search`` (ascent on truth/bound over kernels),
+``networks`` (the audit of random architectures against Jacobian norms), ``lipsdp`` (the same with
+effort='high') and ``rounding`` (what networks compute against arithmetic of 256 bits). All cases
+come from consecutive seeds, and a record is appended for every few seeds. A run may therefore be
+killed at any moment; the next run with the same file continues with the remaining seeds. The exit
+code is 1 after a violation. ``--merge`` joins the records of a file, one per part and device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Part:
 
 
 PARTS = {
-    "layers": Part(lambda task: check_layers(task.seeds, LAYERS, task.device), 8, 0.6),
+    "layers": Part(lambda task: check_layers(task.seeds, LAYERS, task.device), 8, 0.55),
+    "levels": Part(lambda task: check_layers(task.seeds, LAYERS, task.device, ["levels"]), 8, 0.05),
     "search": Part(lambda task: search_kernels(task.seeds, task.weights, task.device), 2, 0.08),
     "networks": Part(lambda task: check_networks(task.seeds, task.device), 20, 0.12),
     "lipsdp": Part(lambda task: check_networks(task.seeds, task.device, "high"), 20, 0.1),

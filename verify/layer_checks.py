@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound import BOUNDS, Bracket, Penalty, bound, brackets, constrain, convolution
+from lipbound.bounds import certified
 from verify.oracles import Symbols, operator_norms
 from verify.random_layers import Stack, counted, module, random_stack
 from verify.shrinking import reproduction, shrink, simpler_layers
@@ -71,7 +72,7 @@ Check = Callable[[Stack, Sequence[nn.Module], Known], Iterable[Claim]]
 
 
 def claims(stack: Stack, only: Iterable[str] | None = None) -> list[Claim]:
-    """Return all claims about a stack's layers, or ``only`` those of the named checks."""
+    """Return the claims about a stack's layers, or ``only`` those of the named checks."""
     layers = stack.modules()
     symbols = Symbols(stack)
     found = brackets(_named(layers), stack.settings.rtol)
@@ -80,7 +81,7 @@ def claims(stack: Stack, only: Iterable[str] | None = None) -> list[Claim]:
     peaks = symbols.peaks(frequencies).cpu()
     here = operator_norms(stack).cpu() if stack.size is not None else None
     known = Known(peaks if here is None else torch.maximum(peaks, here), here)
-    chosen = [check for name, check in CHECKS.items() if only is None or name in only]
+    chosen = CHECKS.values() if only is None else [{**CHECKS, **MORE}[name] for name in only]
     result = _both_ends("bracket", list(found.values()), known.any_size, symbols.at(frequencies))
     return [*result, *(claim for check in chosen for claim in check(stack, layers, known))]
 
@@ -162,6 +163,30 @@ def _constrained(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Ite
     yield Claim("constrain", limits, after)
 
 
+def _levels(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable[Claim]:
+    """Hold brackets by levels on the stack's device against the plain search on a processor.
+
+    The supremum lies in both, so neither may lie beyond the other. The widths may exceed ``rtol``
+    where those of the plain search do, because floats are too coarse for it.
+    """
+    rtol, usual = stack.settings.rtol, certified.BY_LEVELS
+    try:
+        certified.BY_LEVELS = {stack.kernels[0].device.type}
+        found = list(brackets(_named(layers), rtol).values())
+        certified.BY_LEVELS = set()
+        plain = list(brackets(_named(layers), rtol, device="cpu").values())
+    finally:
+        certified.BY_LEVELS = usual
+    below, above, widths = torch.tensor(
+        [(b.lower, b.upper, max(1.001 * rtol, 2 * b.width)) for b in plain], dtype=torch.float64
+    ).unbind(1)
+    frequencies = torch.tensor([b.frequency for b in found], dtype=torch.float64)
+    attained = Symbols(stack).at(frequencies.reshape(len(layers), -1)).cpu()
+    yield from _both_ends("levels", found, torch.maximum(known.any_size, attained), attained)
+    yield from _both_ends("levels, plain", found, below, above)
+    yield Claim("levels, width", [b.width for b in found], widths, upper=False)
+
+
 def _share(layers: Sequence[Any], part: int) -> Sequence[Any]:
     """Return one layer in ``part``, and at least one."""
     return layers[: max(1, len(layers) // part)]
@@ -175,21 +200,24 @@ CHECKS: dict[str, Check] = {
     "constrain": _constrained,
 }
 """Name → check. The brackets for all input sizes always run first."""
+MORE: dict[str, Check] = {"levels": _levels}
+"""Checks that run only where they are named."""
 
 
 def fails(stack: Stack, claim: str) -> bool:
     """Whether a claim of that name fails for the stack."""
-    check = claim.removesuffix(", sized").removesuffix(" upper").removesuffix(" lower")
-    return any(c.name == claim and c.wrong() for c in claims(stack, [check]))
+    check = claim.split(",")[0].removesuffix(" upper").removesuffix(" lower")
+    only = [check] if check in CHECKS or check in MORE else []
+    return any(c.name == claim and c.wrong() for c in claims(stack, only))
 
 
-def check_stack(stack: Stack, tally: Tally) -> None:
-    """Check all bounds of a stack's layers, and shrink the failing cases."""
+def check_stack(stack: Stack, tally: Tally, only: Iterable[str] | None = None) -> None:
+    """Check the bounds of a stack's layers, and shrink the failing cases."""
     tally.count += len(stack.kernels)
     for axis, each in counted(stack).items():
         tally.counts.setdefault(axis, Counter()).update(each)
     try:
-        found = claims(stack)
+        found = claims(stack, only)
     except Exception as error:  # refusing a valid layer is also a violation
         said = f"{type(error).__name__}: {error}"
         tally.violated("error", [stack.seed], said)
@@ -207,9 +235,11 @@ def check_stack(stack: Stack, tally: Tally) -> None:
             tally.violated(claim.name, [stack.seed, index], message, again)
 
 
-def check_layers(seeds: range, layers: int, device: str = "cpu") -> Tally:
-    """Check the stacks of these seeds, ``layers`` kernels each."""
+def check_layers(
+    seeds: range, layers: int, device: str = "cpu", only: Sequence[str] | None = None
+) -> Tally:
+    """Check the stacks of these seeds, ``layers`` kernels each, by all checks or ``only`` some."""
     tally = Tally()
     for seed in seeds:
-        check_stack(random_stack(seed, layers, device), tally)
+        check_stack(random_stack(seed, layers, device), tally, only)
     return tally
