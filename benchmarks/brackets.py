@@ -1,9 +1,9 @@
-"""Time certified brackets of a whole ResNet, compared with Gram iteration without a certificate.
+"""Time certified brackets of a whole network, compared with Gram iteration without a certificate.
 
-    python benchmarks/brackets.py --depth 18 --out benchmarks/records/brackets-cpu.jsonl
-    python benchmarks/brackets.py --depth 18 --weights WEIGHTS.safetensors   # trained weights
+    python benchmarks/brackets.py --network resnet18 --out benchmarks/records/brackets-cpu.jsonl
+    python benchmarks/brackets.py --network resnet18 --weights WEIGHTS.safetensors   # trained weights
     python benchmarks/brackets.py --run RUN/final.safetensors   # from `lipbound train`
-    python benchmarks/brackets.py --depth 50 --levels --sound --profile FILE   # on a GPU
+    python benchmarks/brackets.py --network resnet50 --levels --sound --profile FILE   # on a GPU
 
 Every call gets new weights: a He network with another seed, or the given weights with 1 % of noise.
 So graphs may be kept from one call to the next, and answers may not. ``--levels`` searches level by
@@ -35,7 +35,7 @@ import lipbound
 from lipbound.bounds import certified
 from lipbound.bounds.gram_iteration import gram
 from lipbound.files import append
-from lipbound.paper.networks import Layers
+from lipbound.paper.networks import NAMES, Layers
 from lipbound.paper.speed import gram_iteration
 from lipbound.robust.training.trained import load_trained
 from lipbound.symbols import taps
@@ -123,8 +123,8 @@ def kernels_table(run) -> str:
     return found.key_averages().table(sort_by="self_cuda_time_total", row_limit=60)
 
 
-def layers_of(depth: int, weights: str | None, device: str) -> dict[str, nn.Conv2d]:
-    network = Layers(f"resnet{depth}").requires_grad_(False)
+def layers_of(name: str, weights: str | None, device: str) -> dict[str, nn.Conv2d]:
+    network = Layers(name).requires_grad_(False)
     layers = dict(zip(network.names, network.convolutions, strict=True))
     if weights is not None:
         from safetensors.torch import load_file
@@ -144,7 +144,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--depth", type=int, default=18, choices=(18, 34, 50, 101, 152))
+    parser.add_argument("--network", default="resnet18", choices=NAMES, metavar="NAME",
+                        help=f"one of {', '.join(NAMES)}")  # fmt: skip
     parser.add_argument("--rtol", type=float, default=1e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -165,14 +166,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
     chosen = parser.parse_args()
-    network, weights = f"resnet{chosen.depth}", "he-normal, seed 0"
+    network, weights = chosen.network, "he-normal, seed 0"
     if chosen.run:
         trained = load_trained(chosen.run)
         network, weights = trained.settings.model, f"trained, {trained.settings.arm}"
         parts = trained.model.to(chosen.device).requires_grad_(False).named_modules()
         layers = {name: part for name, part in parts if isinstance(part, nn.Conv2d)}
     else:
-        layers = layers_of(chosen.depth, chosen.weights, chosen.device)
+        layers = layers_of(chosen.network, chosen.weights, chosen.device)
         weights = Path(chosen.weights).name if chosen.weights else weights
     kernels = [layer.weight for layer in layers.values()]
 

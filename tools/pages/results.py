@@ -552,7 +552,7 @@ def brackets() -> str:
 
 On a CPU, certified brackets of all layers take less time than Gram iteration without a certificate. On a GPU they take more.
 
-The command is `python -m benchmarks.brackets --depth DEPTH [--weights FILE]`, or `--run` with a network of `lipbound train`. It brackets all convolutions of a network to `rtol` = 1e-3. Gram iteration (float32, five products, a 10×10 grid) runs on the same weights in the same run. A ratio above 1 means that the brackets are faster. The operations are the tensor operations of one call, about as many as a GPU launches kernels. On the CPU, `--clock process` counts CPU seconds, for a machine that others use too.
+The command is `python -m benchmarks.brackets --network NAME [--weights FILE]`, or `--run` with a network of `lipbound train`. It brackets all convolutions of a network to `rtol` = 1e-3. Gram iteration (float32, five products, a 10×10 grid) runs on the same weights in the same run. A ratio above 1 means that the brackets are faster. The operations are the tensor operations of one call, about as many as a GPU launches kernels. On the CPU, `--clock process` counts CPU seconds, for a machine that others use too.
 
 {table(header, rows)}
 
