@@ -1,7 +1,7 @@
 """Time certified brackets of a whole network, compared with Gram iteration without a certificate.
 
     python benchmarks/brackets.py --network resnet18 --out benchmarks/records/brackets-cpu.jsonl
-    python benchmarks/brackets.py --network resnet18 --weights WEIGHTS.safetensors   # trained weights
+    python benchmarks/brackets.py --network resnet18 --weights FILE   # trained weights
     python benchmarks/brackets.py --run RUN/final.safetensors   # from `lipbound train`
     python benchmarks/brackets.py --network resnet50 --levels --sound --profile FILE   # on a GPU
 

@@ -13,6 +13,8 @@ from torch import nn
 
 import lipbound
 from lipbound import Penalty
+from lipbound.bounds import certified
+from lipbound.bounds.supremum import levels
 from lipbound.cuda_graphs import Repeated
 from lipbound.paper.table1 import METHODS
 from lipbound.penalty import plain
@@ -192,6 +194,24 @@ def test_brackets_are_those_of_the_processor(channels, rtol):
     assert found.lower <= truth.upper * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_brackets_by_levels_are_those_of_the_processor(monkeypatch, seed):
+    """Levels are launched in the first call, captured in the second and replayed in the others."""
+    monkeypatch.setattr(certified, "BY_LEVELS", {"cuda"})
+    torch.manual_seed(seed)
+    shapes = [(24, 32, 3), (24, 32, 3), (200, 210, 3), (24, 32, 1), (400, 300, 1), (3, 64, 7)]
+    layers = nn.ModuleDict({str(i): nn.Conv2d(*shape) for i, shape in enumerate(shapes)})
+    for call in range(4):
+        for layer in layers.values():
+            nn.init.normal_(layer.weight)
+        truth, found = lipbound.brackets(layers, device="cpu"), lipbound.brackets(layers.cuda())
+        for name, mine in found.items():
+            assert mine.upper <= mine.lower * (1 + 1e-3), (name, call)
+            assert truth[name].lower <= mine.upper * (1 + 1e-12), (name, call)
+            assert mine.lower <= truth[name].upper * (1 + 1e-12), (name, call)
+    assert any(stack.pool is not None for alike in levels._kept.values() for stack in alike)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_methods_of_table1(method):
     torch.manual_seed(0)
@@ -264,6 +284,7 @@ def test_the_campaign_in_small(monkeypatch):
     """Every bound computed here, the truth in float64 here too."""
     monkeypatch.setattr(network_checks, "FEW", 10)  # a step is hundreds of small launches
     found = check_layers(range(6), 8, "cuda")
+    found.add(check_layers(range(6), 8, "cuda", ["levels"]))
     found.add(check_networks(range(6), "cuda"))
     found.add(check_networks(range(1), "cuda", "high"))
     assert found.violations == []
