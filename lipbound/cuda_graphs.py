@@ -17,17 +17,23 @@ Result = TypeVar("Result")
 WARM = 3  # calls before a capture, in which libraries choose algorithms and code is compiled
 
 _streams: dict[int, list[torch.cuda.Stream]] = {}  # per device; streams stay valid
+_captures: dict[int, torch.cuda.Stream] = {}  # per device: the stream on which graphs are captured
 
 
 def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture ``work``; return its graph and its result, whose tensors every replay overwrites.
 
-    Graphs with the same memory ``pool`` must not run at the same time, and must leave nothing for
-    each other in their temporary tensors.
+    The work must run on the current device. Graphs with the same memory ``pool`` must not run at
+    the same time, and must leave nothing for each other in their temporary tensors.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = work()
+    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    side = _captures.setdefault(here.device_index, torch.cuda.Stream())
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            result = work()
+    except RuntimeError:
+        torch.cuda.set_stream(here)  # a capture that fails at its end leaves the other current
+        raise
     return graph, result
 
 
@@ -112,13 +118,14 @@ class Replay:
             keeps: Tensors that the function changes; they are restored after the capture.
         """
         whole = (key, *((t.shape, t.stride(), t.dtype) for t in inputs))
-        if whole not in self._graphs:
-            self._graphs[whole] = _warmed(function, inputs, list(keeps))
-        static, (graph, results) = self._graphs[whole]
-        for mine, given in zip(static, inputs, strict=True):
-            mine.copy_(given)
-        graph.replay()
-        return tuple(result.clone() for result in results)
+        with torch.cuda.device(inputs[0].device):
+            if whole not in self._graphs:
+                self._graphs[whole] = _warmed(function, inputs, list(keeps))
+            static, (graph, results) = self._graphs[whole]
+            for mine, given in zip(static, inputs, strict=True):
+                mine.copy_(given)
+            graph.replay()
+            return tuple(result.clone() for result in results)
 
 
 def _warmed(

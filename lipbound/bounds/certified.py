@@ -206,15 +206,18 @@ class _Stack:
         """On which axes the symbols have several taps."""
         return tuple(m > 1 for m in self.problems[0].taps.shape[3:])
 
-    def field(self, dims: int | None = None) -> Field:
+    def taps(self, dims: int | None = None) -> Tensor:
         """The symbols; those of one tap may be seen as symbols on any number of axes."""
         coefficients = torch.cat([problem.taps for problem in self.problems])
         if dims is not None and not any(self.axes):
             coefficients = coefficients.reshape(*coefficients.shape[:3], *[1] * dims)
-        return Field(coefficients)
+        return coefficients
 
-    def limit(self, field: Field) -> int:
-        return max(5_000 * len(self.problems), int(LIMIT / (field.rows**3 + 1e5)))
+    @property
+    def limit(self) -> int:
+        """Number of cells beyond which a search gives up."""
+        rows = self.problems[0].taps.shape[1]
+        return max(5_000 * len(self.problems), int(LIMIT / (rows**3 + 1e5)))
 
     def found(self, peak: Peak, upper: NDArray[np.float64], polish: bool) -> list[_Found]:
         if polish:
@@ -237,12 +240,12 @@ def _stack(problems: list[_Problem]) -> _Stack:
     return _Stack(problems, np.arange(len(problems)).repeat(counts), counts.cumsum() - counts)
 
 
-def _searched(stack: _Stack, rtol: float, polish: bool) -> list[_Found]:
+def _searched(stack: _Stack, rtol: float, polish: bool, limit: int | None = None) -> list[_Found]:
     """Search one stack; without time for it, bound its layers without search."""
     try:
-        field = stack.field()
+        field = Field(stack.taps())
         layers = len(stack.problems)
-        search = Search(field, stack.owner, layers, rtol, limit=stack.limit(field))
+        search = Search(field, stack.owner, layers, rtol, limit=limit or stack.limit)
         cover = Cover([field.sizes] * field.blocks)
         upper = search.run(cover.start(field), cover.divide)
         return stack.found(search.peak, upper, polish)
@@ -253,7 +256,7 @@ def _searched(stack: _Stack, rtol: float, polish: bool) -> list[_Found]:
 def _searched_by_levels(
     stacks: Sequence[_Stack], rtol: float, polish: bool
 ) -> Iterator[list[_Found]]:
-    """Search all stacks side by side; layers that this leaves undone are searched one by one.
+    """Search all stacks side by side; layers that this leaves undone are searched plainly.
 
     A search takes symbols with taps on the same axes, and matrices beside them.
     """
@@ -277,9 +280,9 @@ def _searched_by_levels(
     levelled: dict[int, levels.Searched] = {}
     try:
         for dims, chosen in rounds:
-            fields = [stacks[i].field(dims) for i in chosen]
+            symbols = [stacks[i].taps(dims) for i in chosen]
             owners = [stacks[i].owner for i in chosen]
-            levelled |= dict(zip(chosen, levels.search(fields, owners, rtol), strict=True))
+            levelled |= dict(zip(chosen, levels.search(symbols, owners, rtol), strict=True))
     except OutOfTime:
         pass
     for i, stack in enumerate(stacks):
@@ -288,8 +291,13 @@ def _searched_by_levels(
             continue
         result = levelled[i]
         found = stack.found(result.peak, result.upper, polish)
-        for k in (~result.done).nonzero()[0].tolist():
-            found[k] = _searched(_stack([stack.problems[k]]), rtol, polish)[0]
+        undone = (~result.done).nonzero()[0].tolist()
+        if undone:
+            rest = _stack([stack.problems[k] for k in undone])
+            again = _searched(rest, rtol, polish, stack.limit)
+            for k, other in zip(undone, again, strict=True):
+                mine = replace(found[k], upper=other.upper)
+                found[k] = mine if mine.lower > other.lower else other
         yield found
 
 

@@ -10,8 +10,8 @@ panels are subtracted from it; this errs by at most :math:`c(|A| + |L||L|^*)` en
 corner's own factor errs by at most :math:`c|L||L|^*` (Higham, Theorem 10.3). The remainder of the
 panel below it is measured as R, with an error of at most :math:`c(|A'| + |L||L|^*)`, A' being the
 panel before the remainder. Both \|A\| and \|A'\| are at most :math:`(|R| + |L||L|^*)(1 + 4c)`, so
-:math:`|A - LL^*| \leq |R| + 4c(|R| + |L||L|^*)`. As :math:`LL^* \succeq 0`, the least eigenvalue
-of A is at least :math:`-\delta` with :math:`\delta = (1 + 4c)\sqrt2\|R\|_F + 4c\|L\|_F^2`; the
+:math:`|A - LL^*| \leq |R| + 5c(|R| + |L||L|^*)`. As :math:`LL^* \succeq 0`, the least eigenvalue
+of A is at least :math:`-\delta` with :math:`\delta = (1 + 5c)\sqrt2\|R\|_F + 5c\|L\|_F^2`; the
 root of 2 counts the upper triangle.
 """
 
@@ -24,10 +24,13 @@ from torch import Tensor
 
 from lipbound.bounds.rounding import gamma_complex
 
-WIDTH = 64  # rows of a corner
+
+def usual_shortfall(size: int) -> float:
+    """About the largest δ for matrices with 0 ⪯ A ⪯ I and a negligible remainder R."""
+    return 5.5 * gamma_complex(size + 4) * size
 
 
-def shortfall(matrices: Tensor, width: int = WIDTH) -> Tensor:
+def shortfall(matrices: Tensor, width: int) -> Tensor:
     """Bound how far below zero the eigenvalues of Hermitian matrices reach: δ, or ∞ if unknown.
 
     Only lower triangles count. Nothing is read back from the device.
@@ -56,7 +59,6 @@ def shortfall(matrices: Tensor, width: int = WIDTH) -> Tensor:
             rest += lower.abs().square().sum((1, 2))
             lower.copy_(found)
             norm += found.abs().square().sum((1, 2))
-        panel[:, : stop - start] = factor
-    error = 4 * gamma_complex(size + 4)
+    error = 5 * gamma_complex(size + 4)
     whole = (1 + error) * (2 * rest).sqrt() + error * norm
     return torch.where(whole.isfinite(), whole * (1 + 1e-8) + 1e-290, math.inf)

@@ -81,13 +81,15 @@ class Field:
         length += self.columns * self.rows + 64
         self.error = (gamma_complex(length) + angles) * self.size**2
 
-    def _room(self) -> int:
+    @property
+    def room(self) -> int:
+        """Bytes that complex matrices handled at once may take."""
         return piece(CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"]))
 
     def _make_lags(self) -> None:
         """Set ``even`` (blocks, L, n²) and ``odd`` (blocks, L − 1, n²), for cosines and sines."""
         count = len(self.positions)
-        if 16 * count**2 * max(self.blocks * self.rows**2, len(self.lags)) <= self._room():
+        if 16 * count**2 * max(self.blocks * self.rows**2, len(self.lags)) <= self.room:
             self._make_lags_at_once()
             return
         grid = self.taps.reshape(self.blocks, self.rows, self.columns, *self.sizes)
@@ -146,7 +148,7 @@ class Field:
         width = self.rows if self.keeps_lags else max(self.rows, self.columns)
         gathered = len(self.lags) * self.rows**2 if self._gathers() else 0
         each = 16 * self.rows * width + 16 * (len(self.lags) + gathered)
-        return max(1, min(piece(MOST), self._room() // each))
+        return max(1, min(piece(MOST), self.room // each))
 
     def _gathers(self) -> bool:
         entries = len(self.lags) * self.rows**2

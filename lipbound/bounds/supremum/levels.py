@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -35,18 +37,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lipbound.bounds.rounding import UNIT, cholesky_error, gamma_complex, symbol_error
-from lipbound.bounds.supremum.blocked import shortfall
+from lipbound.bounds.supremum.blocked import shortfall, usual_shortfall
 from lipbound.bounds.supremum.cells import Cover, Diamonds
 from lipbound.bounds.supremum.eigen import top_by_products
+from lipbound.bounds.supremum.field import MOST as CELLS
 from lipbound.bounds.supremum.field import Field, Floats, Integers
 from lipbound.bounds.supremum.peak import Peak
 from lipbound.bounds.supremum.search import parts
 from lipbound.cuda_graphs import captured, device_memory, graph_pool, on_streams, warn_uncaptured
-from lipbound.runtime import check_time, ran_out
+from lipbound.runtime import OutOfTime, check_time, piece, ran_out
 
 FIRST, STEPS, MATRIX = 16, 8, 32  # sizes of Krylov spaces: at first, later, for a single matrix
 ROUNDS = 2  # climbs in the first level; one in each other level
 BLOCKED = 192  # rows from which factors are made of products: a guess, to be measured
+CORNER = 64  # rows that a factor made of products factors itself
 LEVELS = 10  # at most
 MOST = 5_000  # cells of a layer left open, beyond which the layer is left undone
 KEPT = 0.25  # share of a GPU's memory that stacks and graphs of earlier calls may take
@@ -80,11 +84,17 @@ class Stack:
         self.layers, self.dims = int(owner[-1]) + 1, len(field.sizes)
         rows, send = field.rows, field.send
         self.factor = rows * (cholesky_error(rows) + 8 * UNIT)
+        usual = usual_shortfall(rows)
+        self.blocked = rows >= BLOCKED and 4 * usual < 0.5 * rtol
+        if self.blocked:
+            self.factor = max(self.factor, usual)
         self.positions, self.lags = send(field.positions), send(field.lags)
         self.owners, self.owner = owner, send(owner)
-        self.blocked = rows >= BLOCKED and rtol > 1e-8  # a shortfall may be a few 1e-12
         self.alone = len(field.lags) == 1  # one tap: a real matrix at every frequency
-        self.gathers = field.blocks > 1 and len(field.lags) * rows**2 <= SMALL
+        few = len(field.lags) * rows**2 <= SMALL or 2 * rows**2 < field.blocks
+        self.gathers = field.blocks > 1 and few
+        waves = (2 * len(field.lags) - 1) * (2 * rows**2 if self.gathers else field.blocks)
+        self.chunk = max(1, min(piece(CELLS), field.room // (16 * rows**2 + 8 * waves)))
         kind = torch.float64 if self.alone else torch.complex128
         width = rows**2 * (1 if self.alone else 2)
         self.matrix = self.positions.new_zeros(field.blocks, 2 * len(field.lags) - 1, width)
@@ -122,8 +132,8 @@ class Stack:
         """Enqueue one level for cells whose columns are those of :func:`_packed`.
 
         Returns:
-            Estimates, shortfalls and scales of the cells, then the lower ends of the layers, all in
-            one row. The next level overwrites it.
+            Numbers of the call, estimates, shortfalls and scales of the cells, then the lower ends
+            of the layers, all in one row. The next level overwrites it.
         """
         self._make_room(len(packed))
         key = len(packed), first
@@ -148,8 +158,8 @@ class Stack:
     @property
     def bytes(self) -> int:
         """About what the stack and its graphs take."""
-        cells = 16 * self.field.chunk * self.field.rows**2
-        return 8 * (self.matrix.numel() + self.taps.numel()) + 5 * cells
+        cells = 16 * self.chunk * self.field.rows**2
+        return 16 * (self.matrix.numel() + self.taps.numel()) + 5 * cells  # the field's own too
 
     def _make_room(self, count: int) -> None:
         if len(self.vectors) < count:
@@ -159,26 +169,28 @@ class Stack:
             self.graphs.clear()  # they would use the smaller one
 
     def _level(self, packed: Tensor, first: bool) -> Tensor:
-        frequency, (cosine, angle, block, parent) = packed[:, : self.dims], packed[:, self.dims :].T
+        frequency, others = packed[:, : self.dims], packed[:, self.dims :].T
+        cosine, angle, block, parent, call = others
         block = block.long()
         start = self.random.expand(len(packed), -1) if first else self.vectors[parent.long()]
         value = self._estimate(block, frequency, start, FIRST if first else STEPS)
         self._climb(value, block, frequency, angle, ROUNDS if first else 1)
         scale = self._scales(block, cosine)
         short = self._shortfalls(block, frequency, scale)
-        return torch.cat([value, short, scale, self.lower])
+        return torch.cat([call, value, short, scale, self.lower])
 
     def peak(self, evaluations: Integers) -> Peak:
         """The best values attained, read from the device."""
         peak = Peak(self.field, self.owners, self.layers, self.rtol, moves=True)
-        peak.lower, peak.block = self.lower.cpu().numpy(), self.block.cpu().numpy()
-        peak.frequency = self.frequency.cpu().numpy()
-        peak.left = self.left.to(torch.complex128).cpu().numpy()
+        peak.lower, peak.block = self.lower.cpu().numpy().copy(), self.block.cpu().numpy().copy()
+        frequency = self.frequency.cpu().numpy()
+        peak.frequency = np.remainder(frequency + math.pi, 2 * math.pi) - math.pi
+        peak.left = self.left.to(torch.complex128).cpu().numpy().copy()
         peak.evaluations = evaluations
         return peak
 
     def _chunks(self, count: int) -> list[slice]:
-        pieces = math.ceil(count / self.field.chunk)
+        pieces = math.ceil(count / self.chunk)
         ends = [count * i // pieces for i in range(pieces + 1)]
         return [slice(a, b) for a, b in pairwise(ends)]
 
@@ -296,16 +308,26 @@ class Stack:
             gaps = self._grams(block[part], frequency[part], -scale[part])
             gaps.diagonal(dim1=-2, dim2=-1).add_(1)
             if self.blocked:
-                found.append(shortfall(gaps))
+                short = shortfall(gaps, CORNER)  # larger ones would cost too much width
+                short = torch.where(short <= max(self.factor, 0.01 * self.rtol), short, math.inf)
             else:  # δ = c·tr(I − s·FF*), at most n·c
-                failed = torch.linalg.cholesky_ex(gaps).info != 0
-                found.append(
-                    torch.full_like(scale[part], self.factor).masked_fill(failed, math.inf)
-                )
+                factor, info = torch.linalg.cholesky_ex(gaps)
+                pivots = factor.diagonal(dim1=-2, dim2=-1).real
+                positive = (info == 0) & (pivots > 0).all(1)  # not so for NaN
+                short = torch.where(positive, self.factor, math.inf)
+            found.append(short)
         return torch.cat(found)
 
 
 _kept: dict[Hashable, list[Stack]] = {}  # stacks that no search uses, with their graphs
+_lock = Lock()  # graphs are captured and replayed by one search at a time
+_calls = count(1)
+
+
+def release() -> None:
+    """Free the memory of the graphs that are kept for the next call."""
+    with _lock:
+        _kept.clear()
 
 
 def _stack(field: Field, owner: Integers, rtol: float) -> Stack:
@@ -321,15 +343,20 @@ def _keep(stack: Stack) -> None:
     """Keep a stack on CUDA for the next network, unless too much memory is kept already."""
     if stack.pool is None:
         return
-    share = KEPT * device_memory(stack.field.device)
-    others = [other for alike in _kept.values() for other in alike]
+    device = stack.field.device
+    share = KEPT * device_memory(device)
+    if stack.bytes > share:
+        return
+    others = [kept for alike in _kept.values() for kept in alike if kept.field.device == device]
     if sum(other.bytes for other in [*others, stack]) > share:
         _kept.clear()
     _kept.setdefault(_kind(stack.field, stack.owners, stack.rtol), []).append(stack)
 
 
 def _kind(field: Field, owner: Integers, rtol: float) -> Hashable:
-    return field.device, field.taps.shape, tuple(field.sizes), owner.tobytes(), rtol, field.chunk
+    shape = field.taps.shape, tuple(field.sizes)
+    inference = torch.is_inference_mode_enabled()  # its tensors cannot be changed outside of it
+    return field.device, *shape, owner.tobytes(), rtol, field.room, inference
 
 
 @dataclass
@@ -341,23 +368,29 @@ class Searched:
     done: NDArray[np.bool_]
 
 
-def search(fields: Sequence[Field], owners: Sequence[Integers], rtol: float) -> list[Searched]:
-    """Bracket the layers of fields with taps on the same axes, or of one tap, level by level.
+def search(symbols: Sequence[Tensor], owners: Sequence[Integers], rtol: float) -> list[Searched]:
+    """Bracket the layers of symbols with taps on the same axes, or of one tap, level by level.
+
+    Where the time runs out, or where too many cells would be needed, layers are not ``done``.
 
     Args:
-        fields: The symbols, one field for every shape, all on one device.
-        owners: For each field, the layer that each block belongs to, ascending from 0.
+        symbols: Taps ``(blocks, n, N, *m)`` for every shape, all on one device; see
+            :class:`.field.Field`.
+        owners: For each of them, the layer that each block belongs to, ascending from 0.
         rtol: Target relative width, upper/lower − 1.
     """
-    pairs = zip(fields, owners, strict=True)
-    stacks = [_stack(field, owner, rtol) for field, owner in pairs]
-    try:
-        results = _Together(stacks, rtol).run()
-    except torch.OutOfMemoryError:
-        _kept.clear()
-        raise
-    for stack in stacks:
-        _keep(stack)
+    device = symbols[0].device
+    here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with _lock, here:
+        try:
+            stacks = [_stack(Field(taps), owner, rtol)
+                      for taps, owner in zip(symbols, owners, strict=True)]  # fmt: skip
+            results = _Together(stacks, rtol).run()
+        except torch.OutOfMemoryError:
+            _kept.clear()
+            raise
+        for stack in stacks:
+            _keep(stack)
     return results
 
 
@@ -385,7 +418,11 @@ class _Together:
         cells: Diamonds | None = self.cover.start()
         level = 0
         while cells is not None:
-            check_time()
+            try:
+                check_time()
+            except OutOfTime:
+                self.done[self.owner[cells.block]] = False
+                break
             value, proved = self._level(cells, first=level == 0)
             level += 1
             self._give_up(self.owner[cells.block], proved, level)
@@ -404,8 +441,11 @@ class _Together:
         """
         home, layer = self.home[cells.block], self.owner[cells.block]
         edges = np.searchsorted(home, np.arange(len(self.stacks) + 1)).tolist()
-        answers = self._on_device(_packed(cells, self.number[cells.block]), edges, first)
-        value, short, scale = np.concatenate([cut for cut, _ in answers.values()], 1)
+        call = next(_calls)
+        answers = self._on_device(_packed(cells, self.number[cells.block], call), edges, first)
+        given, value, short, scale = np.concatenate([cut for cut, _ in answers.values()], 1)
+        if (given != call).any():
+            raise RuntimeError("the device answered with the results of an earlier level")
         for i, (_, lower) in answers.items():
             self.lower[self.layers[i]] = lower
         proved = np.isfinite(short) & (scale > 0)
@@ -425,7 +465,7 @@ class _Together:
         """Enqueue a level of all stacks that have cells, then read everything at once.
 
         Returns:
-            By stack, estimates, shortfalls and scales of its cells ``(3, P)``, and its lower ends.
+            By stack, what :meth:`Stack.level` returns: ``(4, P)`` for its cells, and ``(layers,)``.
         """
         cuts = {i: range(a, b) for i, (a, b) in enumerate(pairwise(edges)) if a < b}
         graphs = any(stack.pool is not None for stack in self.stacks)
@@ -440,8 +480,8 @@ class _Together:
         whole = torch.cat(results).cpu().numpy()
         answers = {}
         for (i, cut), size in zip(cuts.items(), sizes, strict=True):
-            cells, lower, whole = np.split(whole, [3 * size, 3 * size + self.stacks[i].layers])
-            answers[i] = cells.reshape(3, size)[:, : len(cut)], lower
+            cells, lower, whole = np.split(whole, [4 * size, 4 * size + self.stacks[i].layers])
+            answers[i] = cells.reshape(4, size)[:, : len(cut)], lower
         return answers
 
     def _give_up(self, layer: Integers, proved: NDArray[np.bool_], level: int) -> None:
@@ -464,10 +504,12 @@ class _Together:
         return divided
 
 
-def _packed(cells: Diamonds, number: Integers) -> Floats:
-    """Frequency, cosine of the angle, angle, and the numbers of block and parent in the stack."""
+def _packed(cells: Diamonds, number: Integers, call: int) -> Floats:
+    """Frequency, cosine of the angle, angle, and numbers: block and parent in the stack, call."""
     cosine = np.cos(cells.angle) * (1 - 8 * UNIT)
-    return np.column_stack([cells.frequency, cosine, cells.angle, number, cells.left.numpy()])
+    calls = np.full(len(cells), call)
+    numbers = [number, cells.left.numpy(), calls]
+    return np.column_stack([cells.frequency, cosine, cells.angle, *numbers])
 
 
 def _rounded(count: int) -> int:
