@@ -309,7 +309,7 @@ def test_ctrl_c_saves_and_leaves(tmp_path, monkeypatch, moment):
     for file in ("best", "final", f"checkpoints/step-{whole['steps']:08}"):
         assert equal(*(tmp_path / d / f"{file}.safetensors" for d in ("whole", "part")))
     assert (again["best"], again["final"]) == (whole["best"], whole["final"])
-    drop = ("seconds",)
+    drop = ("seconds", "waited")
     one, other = (
         [
             {k: v for k, v in r.items() if k not in drop}
