@@ -339,9 +339,8 @@ def reference(found: Evidence) -> str:
             name: gaps.difference(groups[label], tuned, gaps.COLUMNS[name], "best")
             for name in columns
         }
-        known = [name for name in columns if gap[name]]
-        row = [table2.gap(gap[name]) if gap[name] else "" for name in columns]
-        if known:
+        if any(gap.values()):
+            row = [table2.gap(known) if known else "" for known in gap.values()]
             rows.append([f"{label} − {tuned[0]['label']}", *row])
     decays = ", ".join(f"{arm['weight_decay']:g}" for arm in table2.TUNED.values())
     return f"""

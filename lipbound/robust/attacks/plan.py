@@ -262,11 +262,14 @@ def _undecided(on: Engine, found: Found, images: Tensor, labels: Tensor, precisi
     """
     if precision == "float32":
         return labels.new_zeros(0)
-    failed, half = found.broken, HALVES.get(precision)
+    stands, half = ~verified(on.model, found.images, labels, on.plan.batch), HALVES.get(precision)
+    failed = stands & found.broken
     if half is not None:
         for pixels in (images, found.images):
-            failed = failed | lost(on.model, pixels, labels, half, on.plan.batch)
-    return (failed & ~verified(on.model, found.images, labels, on.plan.batch)).nonzero()[:, 0]
+            who = (stands & ~failed).nonzero()[:, 0]
+            if len(who):
+                failed[who] = lost(on.model, pixels[who], labels[who], half, on.plan.batch)
+    return failed.nonzero()[:, 0]
 
 
 def pushed(model: nn.Module, images: Tensor, labels: Tensor, found: Found, batch: int) -> Found:
