@@ -135,7 +135,7 @@ class _Found:
 def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> list[_Found]:
     """Solve problems, those of one shape together, as many at a time as memory allows."""
     results = {i: _flat(problem, rtol, polish) for i, problem in enumerate(problems)}
-    batches: dict[tuple[int, ...], list[list[int]]] = {}
+    alike: dict[tuple[int, ...], list[list[int]]] = {}
     blocks: dict[tuple[int, ...], int] = {}
     for i, problem in enumerate(problems):
         if results[i] is not None:
@@ -144,19 +144,19 @@ def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> 
         kind = tuple(shape)
         room = max(1, piece(LAG_BYTES) // 2 // lag_bytes(kind[0], kind[2:]))
         room = min(room, levels.BLOCKS) if _by_levels(problem) else room
-        if kind not in batches or blocks[kind] + count > room:
-            batches.setdefault(kind, []).append([])
+        if kind not in alike or blocks[kind] + count > room:
+            alike.setdefault(kind, []).append([])
             blocks[kind] = 0
-        batches[kind][-1].append(i)
+        alike[kind][-1].append(i)
         blocks[kind] += count
-    order = [batch for alike in batches.values() for batch in alike]
-    stacks = [_stack([problems[i] for i in batch]) for batch in order]
+    order = [chosen for same in alike.values() for chosen in same]
+    batches = [_Batch([problems[i] for i in chosen]) for chosen in order]
     if problems and _by_levels(problems[0]):
-        answers = _searched_by_levels(stacks, rtol, polish)
+        answers = _searched_by_levels(batches, rtol, polish)
     else:
-        answers = (_searched(stack, rtol, polish) for stack in stacks)
-    for batch, found in zip(order, answers, strict=True):
-        results |= dict(zip(batch, found, strict=True))
+        answers = (_searched(batch, rtol, polish) for batch in batches)
+    for chosen, found in zip(order, answers, strict=True):
+        results |= dict(zip(chosen, found, strict=True))
     return [found for found in results.values() if found is not None]
 
 
@@ -193,13 +193,19 @@ def _unsearched(problem: _Problem) -> _Found:
     return _Found(0.0, upper * slack, 0, (0.0,) * len(sizes), left, 0)
 
 
-@dataclass
-class _Stack:
-    """Problems of one shape whose symbols are searched together."""
+class _Batch:
+    """Problems of one shape whose symbols are searched together.
 
-    problems: list[_Problem]
-    owner: NDArray[np.int64]  # (blocks,): the problem that each block belongs to
-    first: NDArray[np.int64]  # (problems,): the first block of each
+    Attributes:
+        owner: ``(blocks,)``, the problem that each block belongs to.
+        first: ``(problems,)``, the first block of each.
+    """
+
+    def __init__(self, problems: Sequence[_Problem]):
+        self.problems = problems
+        counts = np.array([len(problem.taps) for problem in problems])
+        self.owner = np.arange(len(problems)).repeat(counts)
+        self.first = counts.cumsum() - counts
 
     @property
     def axes(self) -> tuple[bool, ...]:
@@ -220,6 +226,7 @@ class _Stack:
         return max(5_000 * len(self.problems), int(LIMIT / (rows**3 + 1e5)))
 
     def found(self, peak: Peak, upper: NDArray[np.float64], polish: bool) -> list[_Found]:
+        """What a search found for each problem."""
         if polish:
             peak.polish()
         return [
@@ -235,70 +242,73 @@ class _Stack:
         ]
 
 
-def _stack(problems: list[_Problem]) -> _Stack:
-    counts = np.array([len(problem.taps) for problem in problems])
-    return _Stack(problems, np.arange(len(problems)).repeat(counts), counts.cumsum() - counts)
-
-
-def _searched(stack: _Stack, rtol: float, polish: bool, limit: int | None = None) -> list[_Found]:
-    """Search one stack; without time for it, bound its layers without search."""
+def _searched(batch: _Batch, rtol: float, polish: bool, limit: int | None = None) -> list[_Found]:
+    """Search one batch; without time for it, bound its layers without search."""
     try:
-        field = Field(stack.taps())
-        layers = len(stack.problems)
-        search = Search(field, stack.owner, layers, rtol, limit=limit or stack.limit)
+        field = Field(batch.taps())
+        layers = len(batch.problems)
+        search = Search(field, batch.owner, layers, rtol, limit=limit or batch.limit)
         cover = Cover([field.sizes] * field.blocks)
         upper = search.run(cover.start(field), cover.divide)
-        return stack.found(search.peak, upper, polish)
+        return batch.found(search.peak, upper, polish)
     except OutOfTime:
-        return [_unsearched(problem) for problem in stack.problems]
+        return [_unsearched(problem) for problem in batch.problems]
 
 
 def _searched_by_levels(
-    stacks: Sequence[_Stack], rtol: float, polish: bool
+    batches: Sequence[_Batch], rtol: float, polish: bool
 ) -> Iterator[list[_Found]]:
-    """Search all stacks side by side; layers that this leaves undone are searched plainly.
+    """Search all batches side by side; layers that this leaves undone are searched plainly."""
+    levelled: dict[int, levels.Searched] = {}
+    try:
+        for dims, chosen in _rounds(batches):
+            symbols = [batches[i].taps(dims) for i in chosen]
+            owners = [batches[i].owner for i in chosen]
+            levelled |= dict(zip(chosen, levels.search(symbols, owners, rtol), strict=True))
+    except OutOfTime:
+        pass
+    except torch.OutOfMemoryError:
+        levels.release()
+        raise
+    for i, batch in enumerate(batches):
+        if i not in levelled:
+            yield _searched(batch, rtol, polish)
+            continue
+        result = levelled[i]
+        found = batch.found(result.peak, result.upper, polish)
+        undone = (~result.done).nonzero()[0].tolist()
+        if undone:
+            rest = _Batch([batch.problems[k] for k in undone])
+            again = _searched(rest, rtol, polish, batch.limit)
+            for k, other in zip(undone, again, strict=True):
+                mine = replace(found[k], upper=other.upper)
+                found[k] = mine if mine.lower > other.lower else other
+        yield found
 
-    A search takes symbols with taps on the same axes, and matrices beside them.
+
+def _rounds(batches: Sequence[_Batch]) -> list[tuple[int, list[int]]]:
+    """Numbers of axes, and the batches to search side by side, as many as memory allows.
+
+    A search by levels takes symbols with taps on the same axes, and matrices beside them. It needs
+    all lags, so batches whose lags are not kept are left out.
     """
-    widest = max(
-        (stack.axes for stack in stacks), default=(), key=lambda axes: (any(axes), len(axes))
-    )
-    rounds: list[tuple[int, list[int]]] = []  # number of axes, and as many stacks as memory allows
+    all_axes = [batch.axes for batch in batches]
+    widest = max(all_axes, default=(), key=lambda axes: (any(axes), len(axes)))
+    rounds: list[tuple[int, list[int]]] = []
     newest: dict[tuple[bool, ...], tuple[list[int], float]] = {}
-    for i, stack in enumerate(stacks):
-        shape = stack.problems[0].taps.shape
-        size = len(stack.owner) * lag_bytes(shape[1], shape[3:])
+    for i, batch in enumerate(batches):
+        shape = batch.problems[0].taps.shape
+        size = len(batch.owner) * lag_bytes(shape[1], shape[3:])
         if size > piece(LAG_BYTES):
-            continue  # the levels need all lags
-        axes = stack.axes if any(stack.axes) else widest
+            continue
+        axes = batch.axes if any(batch.axes) else widest
         chosen, taken = newest.get(axes, ([], math.inf))
         if taken + size > piece(SIDE_BY_SIDE):
             chosen, taken = [], 0
             rounds.append((len(axes), chosen))
         chosen.append(i)
         newest[axes] = chosen, taken + size
-    levelled: dict[int, levels.Searched] = {}
-    try:
-        for dims, chosen in rounds:
-            symbols = [stacks[i].taps(dims) for i in chosen]
-            owners = [stacks[i].owner for i in chosen]
-            levelled |= dict(zip(chosen, levels.search(symbols, owners, rtol), strict=True))
-    except OutOfTime:
-        pass
-    for i, stack in enumerate(stacks):
-        if i not in levelled:
-            yield _searched(stack, rtol, polish)
-            continue
-        result = levelled[i]
-        found = stack.found(result.peak, result.upper, polish)
-        undone = (~result.done).nonzero()[0].tolist()
-        if undone:
-            rest = _stack([stack.problems[k] for k in undone])
-            again = _searched(rest, rtol, polish, stack.limit)
-            for k, other in zip(undone, again, strict=True):
-                mine = replace(found[k], upper=other.upper)
-                found[k] = mine if mine.lower > other.lower else other
-        yield found
+    return rounds
 
 
 def _check_rtol(rtol: float) -> None:

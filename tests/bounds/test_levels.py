@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipbound import bracket, brackets
 from lipbound.bounds import certified
-from lipbound.bounds.supremum import levels
+from lipbound.bounds.supremum import levels, stack
 from lipbound.bounds.supremum.blocked import shortfall
 from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.eigen import top_by_products
@@ -83,8 +83,8 @@ def test_the_plain_search_is_the_definition(monkeypatch, seed, rtol):
     model = network(seed)
     with monkeypatch.context() as patch:
         patch.setattr(certified, "BY_LEVELS", {"cpu"})
-        patch.setattr(levels, "BLOCKED", 5)
-        patch.setattr(levels, "CORNER", 3)
+        patch.setattr(stack, "BLOCKED", 5)
+        patch.setattr(stack, "CORNER", 3)
         found = brackets(model, rtol)
     assert_same(model, found, rtol)
 
@@ -105,14 +105,14 @@ class ReadsNothing(TorchDispatchMode):
 @pytest.mark.parametrize("width", [4, 1000])
 def test_a_level_reads_nothing_back(monkeypatch, shape, width):
     """A graph could not be captured otherwise."""
-    monkeypatch.setattr(levels, "BLOCKED", width)
+    monkeypatch.setattr(stack, "BLOCKED", width)
     field = Field(torch.randn(shape, dtype=torch.float64))
-    stack = levels.Stack(field, np.arange(shape[0]), 1e-3)
+    work = stack.Stack(field, np.arange(shape[0]), 1e-3)
     cells = Cover([field.sizes] * shape[0]).start()
     packed = torch.from_numpy(levels._packed(cells, cells.block, 7))
     for first in (True, False):
         with ReadsNothing():
-            row = stack.level(packed, first)
+            row = work.level(packed, first)
         assert row.shape == (4 * len(cells) + shape[0],)
         assert (row[: len(cells)] == 7).all()
     with pytest.raises(AssertionError), ReadsNothing():
@@ -139,8 +139,8 @@ def graphs(monkeypatch, by_levels):
         return Again(work, result), result
 
     Again.replays = 0
-    monkeypatch.setattr(levels, "captured", captured)
-    monkeypatch.setattr(levels, "graph_pool", lambda _: (0, 0))
+    monkeypatch.setattr(stack, "captured", captured)
+    monkeypatch.setattr(stack, "graph_pool", lambda _: (0, 0))
     monkeypatch.setattr(levels, "device_memory", lambda _: 1 << 40)
     monkeypatch.setattr(levels, "_kept", {})
 
@@ -152,7 +152,7 @@ def test_graphs_serve_networks_with_other_weights(monkeypatch, graphs):
         model = network(seed)
         found = brackets(model)
         replays.append(Again.replays)
-        stacks.append({id(stack) for alike in levels._kept.values() for stack in alike})
+        stacks.append({id(kept) for alike in levels._kept.values() for kept in alike})
         with monkeypatch.context() as patch:
             patch.setattr(certified, "BY_LEVELS", set())
             assert_same(model, found, 1e-3)
@@ -191,8 +191,8 @@ def test_work_that_cannot_be_captured_is_launched(monkeypatch, by_levels):
     def captured(work, pool):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(levels, "captured", captured)
-    monkeypatch.setattr(levels, "graph_pool", lambda _: (0, 0))
+    monkeypatch.setattr(stack, "captured", captured)
+    monkeypatch.setattr(stack, "graph_pool", lambda _: (0, 0))
     monkeypatch.setattr(levels, "device_memory", lambda _: 1 << 40)
     monkeypatch.setattr(levels, "_kept", {})
     layer = nn.Conv2d(6, 6, 3).double()
@@ -211,7 +211,7 @@ def test_the_device_only_chooses(monkeypatch, by_levels, wrong):
             torch.fft.fft2(layer.weight, s=(96, 96)).flatten(2).permute(2, 0, 1), 2
         ).max()
     )
-    scales = levels.Stack._scales
+    scales = stack.Stack._scales
     changed = {
         "scale": lambda self, block, cosine: scales(self, block, cosine)
         * torch.rand(len(block), dtype=torch.float64, generator=draw) * 1.5,
@@ -220,9 +220,9 @@ def test_the_device_only_chooses(monkeypatch, by_levels, wrong):
     }  # fmt: skip
     if wrong == "vectors":
         noise = lambda m, start, steps: (torch.rand(len(m)).double(), torch.randn_like(start))  # noqa: E731
-        monkeypatch.setattr(levels, "top_by_products", noise)
+        monkeypatch.setattr(stack, "top_by_products", noise)
     else:
-        monkeypatch.setattr(levels.Stack, "_scales", changed[wrong])
+        monkeypatch.setattr(stack.Stack, "_scales", changed[wrong])
     found = bracket(layer)
     assert found.lower <= peak * 1.01
     assert found.upper >= peak * ROUNDING
@@ -300,7 +300,7 @@ def test_layers_left_undone_share_the_limit_of_their_stack(monkeypatch, by_level
 @pytest.mark.parametrize("rtol", [2e-11, 6e-11, 1e-10, 1e-9])
 def test_a_measured_remainder_costs_no_width(monkeypatch, by_levels, rtol):
     """A matrix of almost equal rows has almost the largest shortfall of its size."""
-    monkeypatch.setattr(levels, "BLOCKED", 5)
+    monkeypatch.setattr(stack, "BLOCKED", 5)
     monkeypatch.setattr(certified, "Search", None)  # it is not needed
     layer = nn.Linear(60, 60).double()
     with torch.no_grad():

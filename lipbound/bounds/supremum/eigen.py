@@ -174,4 +174,9 @@ def uphill(
         best = (even - coefficients.imag[:, None] * np.sin(angles)).sum(-1).argmax(1)
         frequency = tried[np.arange(len(tried)), best]
         reach = reach * 0.55
+    return wrapped(frequency)
+
+
+def wrapped(frequency: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The same frequencies between −π and π."""
     return np.remainder(frequency + math.pi, 2 * math.pi) - math.pi

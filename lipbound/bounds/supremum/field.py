@@ -55,6 +55,8 @@ class Field:
             N·T for the lags and twice their number for the transform (or, without lags, T for F
             and N for the product), so the error is at most :math:`\\gamma \\|\\Sigma|K|\\|_F^2`.
             Frequencies may be as large as 2π.
+        image_error: ``(blocks,)`` bounds on the error of a computed ‖F*u‖ for a unit vector u: that
+            of the symbol, and that of inner products over rows and taps.
         size: ``(blocks,)`` the norms ‖Σ|K|‖_F.
         usual: ``(blocks,)`` a typical value of λ1(FF*), not a bound.
     """
@@ -80,6 +82,8 @@ class Field:
         length = self.columns * len(self.positions) + 2 * len(self.lags)
         length += self.columns * self.rows + 64
         self.error = (gamma_complex(length) + angles) * self.size**2
+        inner = gamma_complex(self.rows + len(self.positions) + self.columns + 32)
+        self.image_error = 2 * (symbol_error(self.sizes) + inner) * self.size
 
     @property
     def room(self) -> int:
@@ -157,11 +161,9 @@ class Field:
 
     def chunks(self, count: int, entry: int = 16) -> Iterator[slice]:
         """Yield even slices of at most ``chunk`` cells, or more cells if entries are smaller."""
-        parts = math.ceil(count / (self.chunk * 16 // entry))
-        ends = [count * i // max(1, parts) for i in range(parts + 1)]
-        for first, last in pairwise(ends):
+        for part in even_slices(count, self.chunk * 16 // entry):
             check_time()
-            yield slice(first, last)
+            yield part
 
     def gap(self, block: Integers, frequency: Floats, scale: Floats) -> Tensor:
         """I − scale·FF* for block ``block[p]`` at ``frequency[p]``: ``(P, n, n)`` complex128."""
@@ -233,6 +235,18 @@ class Field:
     def send(self, values: NDArray[Any]) -> Tensor:
         """Copy values to the field's device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+def even_slices(count: int, most: int) -> list[slice]:
+    """Slices of almost equal length, at most ``most``, that make up ``count`` entries.
+
+    Example:
+        >>> even_slices(5, 3)
+        [slice(0, 2, None), slice(2, 5, None)]
+    """
+    parts = math.ceil(count / most)
+    ends = [count * i // parts for i in range(parts + 1)] if parts else []
+    return [slice(first, last) for first, last in pairwise(ends)]
 
 
 def shifted(grid: Tensor, lag: list[int]) -> Tensor:

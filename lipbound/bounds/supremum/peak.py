@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipbound.bounds.rounding import UNIT, gamma_complex, symbol_error
+from lipbound.bounds.rounding import UNIT
 from lipbound.bounds.supremum.cells import Cells, pick
 from lipbound.bounds.supremum.eigen import bottom_eigenpairs, top_eigenpairs, uphill
 from lipbound.bounds.supremum.field import Field, Floats, Integers
@@ -143,17 +143,10 @@ class Peak:
         self, layers: Integers, block: Integers, frequency: Floats, left: NDArray[np.complex128],
         image: NDArray[np.complex128], *, always: bool = False,
     ) -> None:  # fmt: skip
-        """Keep ‖F(ω)*u‖/‖u‖, rounded down, where it is a layer's best (up to rounding).
-
-        The image has the rounding errors of the symbol and of inner products over rows and taps,
-        both relative to ‖Σ|K|‖_F ‖u‖.
-        """
-        field = self.field
+        """Keep ‖F(ω)*u‖/‖u‖, rounded down, where it is a layer's best (up to rounding)."""
         norm = np.linalg.norm(left, axis=-1)
-        count = len(field.positions)
-        error = symbol_error(field.sizes) + gamma_complex(field.rows + count + field.columns + 32)
         lower = np.linalg.norm(image, axis=-1) / norm * (1 - 64 * UNIT)
-        lower = lower - 2 * error * field.size[block]
+        lower = lower - self.field.image_error[block]
         better = lower >= self.lower[layers] * (1 - 1e-12 * always)
         kept = layers[better]
         self.lower[kept] = np.maximum(lower[better], self.lower[kept])
