@@ -154,9 +154,17 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="use a network of `lipbound train` instead")
     parser.add_argument("--repeats", type=int, default=2)
     search = parser.add_mutually_exclusive_group()
-    search.add_argument("--levels", action="store_true", help="search level by level on the device")
-    search.add_argument("--plain", action="store_true", help="search as on a processor")
-    parser.add_argument("--sound", action="store_true", help="time sound Gram iteration too, once")
+    search.add_argument(
+        "--levels", action="store_true", help="search level by level, as written for a GPU"
+    )
+    search.add_argument(
+        "--plain", action="store_true", help="search cell by cell, as on a processor"
+    )
+    parser.add_argument(
+        "--sound",
+        action="store_true",
+        help="also time, once, Gram iteration with the guarantee of a bracket",
+    )
     parser.add_argument("--profile", type=Path, help="write a table of the GPU's kernels to a file")
     parser.add_argument(
         "--clock",

@@ -50,7 +50,11 @@ def device_memory(device: torch.device) -> int:
 def warn_uncaptured(error: RuntimeError) -> None:
     """Say that work is launched kernel by kernel, and why."""
     reason = str(error).splitlines()[0]
-    warnings.warn(f"cannot capture a CUDA graph ({reason})", stacklevel=3)
+    warnings.warn(
+        f"cannot capture a CUDA graph ({reason}); the work is launched kernel by kernel, which is "
+        f"slower",
+        stacklevel=3,
+    )
 
 
 class Repeated(Generic[Result]):

@@ -104,7 +104,7 @@ def huge() -> torch.nn.Module:
 
 
 def test_a_bound_above_the_largest_number_is_a_bound(monkeypatch, capsys, tmp_path):
-    """Of one network and of several alike; and a bound of 0 is below every limit."""
+    """It fails the limit, alone and among several networks. A bound of 0 is below every limit."""
     zero, source = *kernels(tmp_path, 0.0), "test_audit_command:huge"
     shape = ("--input", "1")
     for given in ((source,), (source, source)):

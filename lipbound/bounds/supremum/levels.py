@@ -170,7 +170,10 @@ class _Together:
         answers = self._on_device(_packed(cells, self.number[cells.block], call), edges, first)
         given, value, short, scale = np.concatenate([cut for cut, _ in answers.values()], 1)
         if (given != call).any():
-            raise RuntimeError("the device answered with the results of an earlier level")
+            raise RuntimeError(
+                "the device answered with the results of an earlier level, which prove nothing; "
+                "please report this with the versions of PyTorch and CUDA"
+            )
         for i, (_, lower) in answers.items():
             self.lower[self.layers[i]] = lower
         proved = np.isfinite(short) & (scale > 0)
