@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -135,33 +135,37 @@ class _Found:
 def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> list[_Found]:
     """Solve problems, those of one shape together, as many at a time as memory allows."""
     results = {i: _flat(problem, rtol, polish) for i, problem in enumerate(problems)}
-    alike: dict[tuple[int, ...], list[list[int]]] = {}
-    blocks: dict[tuple[int, ...], int] = {}
-    for i, problem in enumerate(problems):
-        if results[i] is not None:
-            continue
-        count, *shape = problem.taps.shape
-        kind = tuple(shape)
-        room = max(1, piece(LAG_BYTES) // 2 // lag_bytes(kind[0], kind[2:]))
-        room = min(room, levels.BLOCKS) if _by_levels(problem) else room
-        if kind not in alike or blocks[kind] + count > room:
-            alike.setdefault(kind, []).append([])
-            blocks[kind] = 0
-        alike[kind][-1].append(i)
-        blocks[kind] += count
-    order = [chosen for same in alike.values() for chosen in same]
-    batches = [_Batch([problems[i] for i in chosen]) for chosen in order]
-    if problems and _by_levels(problems[0]):
-        answers = _searched_by_levels(batches, rtol, polish)
-    else:
-        answers = (_searched(batch, rtol, polish) for batch in batches)
-    for chosen, found in zip(order, answers, strict=True):
-        results |= dict(zip(chosen, found, strict=True))
+    rest = [i for i, known in results.items() if known is None]
+    levelled, done = _searched_by_levels(problems, rest, rtol, polish)
+    for alike in _alike(problems, rest):
+        left = [i for i in alike if i not in done]
+        results |= {i: levelled[i] for i in alike if i in done}
+        if left:
+            again = _searched(_Batch([problems[i] for i in left]), rtol, polish, len(alike))
+            results |= dict(zip(left, again, strict=True))
+        for i in left:
+            found = results[i]
+            if found is not None and i in levelled and levelled[i].lower > found.lower:
+                results[i] = replace(levelled[i], upper=found.upper)
     return [found for found in results.values() if found is not None]
 
 
-def _by_levels(problem: _Problem) -> bool:
-    return problem.taps.device.type in BY_LEVELS
+def _alike(
+    problems: Sequence[_Problem], chosen: Sequence[int], most: float = math.inf
+) -> list[list[int]]:
+    """Divide the chosen problems into batches of one shape, of at most so many blocks."""
+    batches: dict[tuple[int, ...], list[list[int]]] = {}
+    blocks: dict[tuple[int, ...], int] = {}
+    for i in chosen:
+        count, *shape = problems[i].taps.shape
+        kind = tuple(shape)
+        room = max(1, piece(LAG_BYTES) // 2 // lag_bytes(kind[0], kind[2:]))
+        if kind not in batches or blocks[kind] + count > min(room, most):
+            batches.setdefault(kind, []).append([])
+            blocks[kind] = 0
+        batches[kind][-1].append(i)
+        blocks[kind] += count
+    return [batch for same in batches.values() for batch in same]
 
 
 def _flat(problem: _Problem, rtol: float, polish: bool) -> _Found | None:
@@ -219,12 +223,6 @@ class _Batch:
             coefficients = coefficients.reshape(*coefficients.shape[:3], *[1] * dims)
         return coefficients
 
-    @property
-    def limit(self) -> int:
-        """Number of cells beyond which a search gives up."""
-        rows = self.problems[0].taps.shape[1]
-        return max(5_000 * len(self.problems), int(LIMIT / (rows**3 + 1e5)))
-
     def found(self, peak: Peak, upper: NDArray[np.float64], polish: bool) -> list[_Found]:
         """What a search found for each problem."""
         if polish:
@@ -242,12 +240,15 @@ class _Batch:
         ]
 
 
-def _searched(batch: _Batch, rtol: float, polish: bool, limit: int | None = None) -> list[_Found]:
-    """Search one batch; without time for it, bound its layers without search."""
+def _searched(batch: _Batch, rtol: float, polish: bool, layers: int) -> list[_Found]:
+    """Search one batch; without time for it, bound its layers without search.
+
+    ``layers`` is the number of layers that share the limit of cells.
+    """
     try:
-        field = Field(batch.taps())
-        layers = len(batch.problems)
-        search = Search(field, batch.owner, layers, rtol, limit=limit or batch.limit)
+        field, count = Field(batch.taps()), len(batch.problems)
+        limit = max(5_000 * layers, int(LIMIT / (field.rows**3 + 1e5)))
+        search = Search(field, batch.owner, count, rtol, limit=limit)
         cover = Cover([field.sizes] * field.blocks)
         upper = search.run(cover.start(field), cover.divide)
         return batch.found(search.peak, upper, polish)
@@ -256,34 +257,34 @@ def _searched(batch: _Batch, rtol: float, polish: bool, limit: int | None = None
 
 
 def _searched_by_levels(
-    batches: Sequence[_Batch], rtol: float, polish: bool
-) -> Iterator[list[_Found]]:
-    """Search all batches side by side; layers that this leaves undone are searched plainly."""
-    levelled: dict[int, levels.Searched] = {}
+    problems: Sequence[_Problem], chosen: Sequence[int], rtol: float, polish: bool
+) -> tuple[dict[int, _Found], set[int]]:
+    """Search the chosen problems side by side where the device is one for that.
+
+    Returns:
+        What was found, and the problems for which this is enough. The lower ends of the others are
+        proved, and their upper ends are not.
+    """
+    found: dict[int, _Found] = {}
+    done: set[int] = set()
+    if not chosen or problems[chosen[0]].taps.device.type not in BY_LEVELS:
+        return found, done
+    alike = _alike(problems, chosen, levels.BLOCKS)
+    batches = [_Batch([problems[i] for i in batch]) for batch in alike]
     try:
-        for dims, chosen in _rounds(batches):
-            symbols = [batches[i].taps(dims) for i in chosen]
-            owners = [batches[i].owner for i in chosen]
-            levelled |= dict(zip(chosen, levels.search(symbols, owners, rtol), strict=True))
+        for dims, together in _rounds(batches):
+            symbols = [batches[k].taps(dims) for k in together]
+            owners = [batches[k].owner for k in together]
+            for k, result in zip(together, levels.search(symbols, owners, rtol), strict=True):
+                own = batches[k].found(result.peak, result.upper, polish)
+                found |= dict(zip(alike[k], own, strict=True))
+                done |= {i for i, enough in zip(alike[k], result.done, strict=True) if enough}
     except OutOfTime:
         pass
     except torch.OutOfMemoryError:
         levels.release()
         raise
-    for i, batch in enumerate(batches):
-        if i not in levelled:
-            yield _searched(batch, rtol, polish)
-            continue
-        result = levelled[i]
-        found = batch.found(result.peak, result.upper, polish)
-        undone = (~result.done).nonzero()[0].tolist()
-        if undone:
-            rest = _Batch([batch.problems[k] for k in undone])
-            again = _searched(rest, rtol, polish, batch.limit)
-            for k, other in zip(undone, again, strict=True):
-                mine = replace(found[k], upper=other.upper)
-                found[k] = mine if mine.lower > other.lower else other
-        yield found
+    return found, done
 
 
 def _rounds(batches: Sequence[_Batch]) -> list[tuple[int, list[int]]]:

@@ -281,7 +281,8 @@ def test_without_time_what_is_proved_stays(monkeypatch, by_levels):
         assert found[name].certified
 
 
-def test_layers_left_undone_share_the_limit_of_their_stack(monkeypatch, by_levels):
+@pytest.mark.parametrize("count", [4, 20])
+def test_layers_left_undone_share_the_limit_of_their_shape(monkeypatch, by_levels, count):
     limits = []
     search = certified.Search
 
@@ -292,9 +293,9 @@ def test_layers_left_undone_share_the_limit_of_their_stack(monkeypatch, by_level
     monkeypatch.setattr(certified, "Search", limited)
     monkeypatch.setattr(certified, "LIMIT", 0)
     monkeypatch.setattr(levels, "LEVELS", 1)
-    layers = {"rank one": nn.Conv2d(1, 1, 1), **{f"{i}": nn.Conv2d(3, 3, 3) for i in range(4)}}
+    layers = {"rank one": nn.Conv2d(1, 1, 1), **{f"{i}": nn.Conv2d(3, 3, 3) for i in range(count)}}
     brackets(layers)
-    assert limits == [4 * 5_000]
+    assert limits == [count * 5_000]
 
 
 @pytest.mark.parametrize("rtol", [2e-11, 6e-11, 1e-10, 1e-9])
