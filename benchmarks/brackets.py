@@ -14,6 +14,10 @@ conjugate symmetry), strides ignored, one layer after another. ``--sound`` adds 
 the same guarantee as a bracket's upper end: float64, a grid and a number of products that are fine
 enough for ``rtol``, widened.
 
+Times are medians of ``--repeats`` calls after ``--warm`` calls, in which libraries choose
+algorithms and graphs are captured. A later call with new weights may still capture a graph, because
+numbers of cells differ; ``bracket_range`` shows it.
+
 ``dispatched`` counts the tensor operations of one call without views and allocations. This is
 about the number of kernels that a GPU launches.
 """
@@ -24,6 +28,7 @@ import argparse
 import json
 import math
 import platform
+import statistics
 import time
 from pathlib import Path
 
@@ -40,16 +45,16 @@ from lipbound.paper.speed import gram_iteration
 from lipbound.robust.training.trained import load_trained
 from lipbound.symbols import taps
 
-WARM = 3  # runs that are not counted, in which graphs are captured
+RUNS = {"cpu": (1, 2), "cuda": (16, 15)}  # runs that are not counted, and runs that are
 
 
-def seconds(run, repeats: int, device: str, clock, renew=lambda: None) -> tuple[float, object]:
-    """Return the shortest time of a few synchronized runs after warm-ups, and the last result.
+def seconds(run, chosen, clock, renew=lambda: None) -> tuple[list[float], object]:
+    """Return the times of synchronized runs after warm-ups, and the last result.
 
     ``renew`` runs before every run and is not counted.
     """
-    times = []
-    for attempt in range(repeats + WARM):
+    times, device = [], chosen.device
+    for attempt in range(chosen.warm + chosen.repeats):
         renew()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -57,9 +62,9 @@ def seconds(run, repeats: int, device: str, clock, renew=lambda: None) -> tuple[
         result = run()
         if device == "cuda":
             torch.cuda.synchronize()
-        if attempt >= WARM:
+        if attempt >= chosen.warm:
             times.append(clock() - start)
-    return min(times), result
+    return times, result
 
 
 def renewal(layers, known: bool):
@@ -152,7 +157,8 @@ def main() -> None:
         "--weights", help="safetensors with torchvision's names; missing layers are left out"
     )
     parser.add_argument("--run", type=Path, help="use a network of `lipbound train` instead")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--warm", type=int, help="calls that are not counted (CPU 1, GPU 16)")
+    parser.add_argument("--repeats", type=int, help="calls that are (CPU 2, GPU 15)")
     search = parser.add_mutually_exclusive_group()
     search.add_argument(
         "--levels", action="store_true", help="search level by level, as written for a GPU"
@@ -174,6 +180,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
     chosen = parser.parse_args()
+    warm, repeats = RUNS.get(chosen.device, RUNS["cpu"])
+    chosen.warm = warm if chosen.warm is None else chosen.warm
+    chosen.repeats = chosen.repeats or repeats
     network, weights = chosen.network, "he-normal, seed 0"
     if chosen.run:
         trained = load_trained(chosen.run)
@@ -186,19 +195,17 @@ def main() -> None:
     kernels = [layer.weight for layer in layers.values()]
 
     clock = time.perf_counter if chosen.clock == "wall" else time.process_time
-    gram_seconds, _ = seconds(
-        lambda: [gram_iteration(k) for k in kernels], chosen.repeats, chosen.device, clock
-    )
+    gram_times, _ = seconds(lambda: [gram_iteration(k) for k in kernels], chosen, clock)
     if chosen.levels or chosen.plain:
         certified.BY_LEVELS = {chosen.device} if chosen.levels else set()
     start = clock()
     lipbound.brackets(layers, chosen.rtol)
     first = clock() - start
     known = bool(chosen.run or chosen.weights)
-    ours_seconds, found = seconds(
-        lambda: lipbound.brackets(layers, chosen.rtol),
-        chosen.repeats, chosen.device, clock, renewal(layers, known),
-    )  # fmt: skip
+    times, found = seconds(
+        lambda: lipbound.brackets(layers, chosen.rtol), chosen, clock, renewal(layers, known)
+    )
+    ours_seconds, gram_seconds = statistics.median(times), statistics.median(gram_times)
     evaluations = sorted(b.evaluations for b in found.values())
     record = {
         "benchmark": "brackets",
@@ -210,6 +217,8 @@ def main() -> None:
         "median_evaluations": evaluations[len(evaluations) // 2],
         "search": "levels" if chosen.device in certified.BY_LEVELS else "plain",
         "bracket_seconds": round(ours_seconds, 4),
+        "bracket_range": [round(min(times), 4), round(max(times), 4)],
+        "calls": [chosen.warm, chosen.repeats],
         "first_bracket_seconds": round(first, 4),
         "gram_seconds": round(gram_seconds, 4),
         "gram_over_bracket": round(gram_seconds / ours_seconds, 3),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 Layer = Any  # nn.Module | Tensor | Convolution; `Any` keeps singledispatch and torch.compile simple
 
+OPTIONS = (
+    "stride", "dilation", "groups", "padding", "padding_mode", "transposed", "output_padding",
+)  # fmt: skip
 NUMPY_MODES = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
 
 
@@ -170,15 +173,18 @@ def convolution(
         >>> convolution(nn.Conv2d(3, 8, 5, stride=2, padding=2)).stride
         (2, 2)
     """
-    options = {
-        "stride": stride,
-        "dilation": dilation,
-        "groups": groups,
-        "padding": padding,
-        "padding_mode": padding_mode,
-        "transposed": transposed,
-        "output_padding": output_padding,
-    }
+    values = (stride, dilation, groups, padding, padding_mode, transposed, output_padding)
+    options: dict[str, Any] = dict(zip(OPTIONS, values, strict=True))
+    conv = _unchecked(layer, options, input_shape)
+    if not isinstance(layer, Convolution):
+        check_values(conv.kernel)
+    return conv
+
+
+def _unchecked(
+    layer: Layer, options: dict[str, Any], input_shape: Sequence[int] | None
+) -> Convolution:
+    """Read a layer as :func:`convolution` does, but do not look at the values of its kernel."""
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(layer, nn.Module | Convolution) and given:
         name = next(iter(given))
@@ -190,9 +196,9 @@ def convolution(
         conv = layer
     else:
         kernel = _kernel(layer)
-        check_kernel(kernel)
+        check_form(kernel)
         if isinstance(layer, _ConvNd):
-            given = {name: getattr(layer, name) for name in options}
+            given = {name: getattr(layer, name) for name in OPTIONS}
             given["transposed"] = isinstance(layer, _ConvTransposeNd)  # forward goes by the type
         conv = _with_options(layer, kernel, given)
     return conv if input_shape is None else _with_input_shape(conv, input_shape)
@@ -279,14 +285,36 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 def named(name: str, layer: Layer, **geometry: Any) -> Convolution:
     """Call :func:`convolution`; error messages begin with the layer's name."""
+    return _named(name, lambda: convolution(layer, **geometry))
+
+
+def named_unchecked(name: str, layer: Layer) -> Convolution:
+    """Read a layer whose values the caller checks, for example with :func:`check_values`.
+
+    A GPU would wait for every single check.
+    """
+    return _named(name, lambda: _unchecked(layer, {}, None))
+
+
+def _named(name: str, read: Callable[[], Convolution]) -> Convolution:
     try:
-        return convolution(layer, **geometry)
+        return read()
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{name}: {error}" if name else str(error)) from None
+        raise type(error)(_message(name, error)) from None
+
+
+def _message(name: str, error: object) -> str:
+    return f"{name}: {error}" if name else str(error)
 
 
 def check_kernel(kernel: Tensor) -> None:
     """Check that the kernel is a finite, real, non-empty floating-point tensor."""
+    check_form(kernel)
+    check_values(kernel)
+
+
+def check_form(kernel: Tensor) -> None:
+    """Check that the kernel is a real, non-empty, dense floating-point tensor."""
     compiling = torch.compiler.is_compiling()  # a graph cannot branch on values
     if kernel.is_nested:
         raise TypeError("the kernel is a nested tensor; pass a dense tensor, for example kernel[0]")
@@ -314,13 +342,17 @@ def check_kernel(kernel: Tensor) -> None:
         )
     if kernel.layout is not torch.strided:
         raise TypeError(f"the kernel's layout {kernel.layout} is not dense; use kernel.to_dense()")
+
+
+def check_values(kernel: Tensor, name: str = "") -> None:
+    """Check that all entries are finite; an error begins with the layer's ``name``."""
+    if torch.compiler.is_compiling():  # a graph cannot branch on values
+        return
     # One reduction finds both: NaN and infinity appear in the minimum or the maximum.
-    if not compiling and not all(map(math.isfinite, map(float, torch.aminmax(kernel.detach())))):
-        bad = int((~torch.isfinite(kernel)).sum())
-        raise ValueError(
-            f"the kernel of shape {shape} has {bad} NaN or infinite value(s); "
-            f"a bound needs finite weights"
-        )
+    if not all(map(math.isfinite, map(float, torch.aminmax(kernel.detach())))):
+        bad, shape = int((~torch.isfinite(kernel)).sum()), tuple(kernel.shape)
+        error = f"the kernel of shape {shape} has {bad} NaN or infinite value(s)"
+        raise ValueError(_message(name, f"{error}; a bound needs finite weights"))
 
 
 def _with_input_shape(conv: Convolution, shape: Sequence[int]) -> Convolution:

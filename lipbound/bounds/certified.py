@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,14 @@ from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.field import LAG_BYTES, Field, lag_bytes
 from lipbound.bounds.supremum.peak import Peak
 from lipbound.bounds.supremum.search import Search
-from lipbound.geometry import Convolution, Layer, convolution, named, own_forward
+from lipbound.geometry import (
+    Convolution,
+    Layer,
+    check_values,
+    convolution,
+    named_unchecked,
+    own_forward,
+)
 from lipbound.results import Result, digits
 from lipbound.runtime import OutOfTime, Progress, check_time, in_pieces, piece, silent
 from lipbound.symbols import evaluate, taps
@@ -88,31 +96,54 @@ class _Problem:
 def _problems(
     convs: Mapping[str, Convolution], device: torch.device | str | None = None
 ) -> dict[str, _Problem]:
-    """Normalise the symbols; layers of equal geometry are read together as groups of one layer."""
+    """Normalise the symbols; layers of equal geometry are read together as groups of one layer.
+
+    A GPU is read twice, however many geometries there are.
+
+    Raises:
+        ValueError: If a kernel is not finite.
+    """
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, conv in convs.items():
         kernel = conv.kernel
         kind = (kernel.shape, kernel.dtype, kernel.device, conv.groups, conv.symbol_stride())
         alike.setdefault(kind, []).append(name)
-    problems = {}
+    stacks = []
     for names in alike.values():
         kernels = torch.cat([convs[name].kernel for name in names]).to(device)
         first = convs[names[0]]
         whole = replace(first, kernel=kernels, groups=first.groups * len(names))
-        coefficients = _wide(double(taps(whole))).unflatten(0, (len(names), -1))
-        largest = torch.linalg.vector_norm(coefficients.flatten(1), math.inf, dim=1).tolist()
-        exponents = [math.frexp(most or 1.0)[1] - 1 for most in largest]
-        halves = [(2.0 ** (e // 2), 2.0 ** (e - e // 2)) for e in exponents]  # 2^-e may overflow
-        for scale in torch.tensor(halves, dtype=torch.float64).to(coefficients.device).unbind(1):
-            coefficients = coefficients / scale.reshape(-1, *[1] * (coefficients.ndim - 1))
-        zeros = [most == 0 for most in largest]
-        coefficients[torch.tensor(zeros)] = 1.0
-        energies = torch.linalg.vector_norm(coefficients.flatten(3), dim=3).square()
+        stacks.append(_wide(double(taps(whole))).unflatten(0, (len(names), -1)))
+    largest = _read([torch.linalg.vector_norm(t.flatten(1), math.inf, dim=1) for t in stacks])
+    halves, spreads = [], []
+    for k, (names, most) in enumerate(zip(alike.values(), largest, strict=True)):
+        for name, value in zip(names, most, strict=True):
+            if not math.isfinite(value):
+                check_values(convs[name].kernel, name)
+        exponents = [math.frexp(value or 1.0)[1] - 1 for value in most]
+        halves.append([(2.0 ** (e // 2), 2.0 ** (e - e // 2)) for e in exponents])  # 2^-e overflows
+        for scale in torch.tensor(halves[k], dtype=torch.float64).to(stacks[k].device).unbind(1):
+            stacks[k] = stacks[k] / scale.reshape(-1, *[1] * (stacks[k].ndim - 1))
+        if 0 in most:
+            stacks[k][[value == 0 for value in most]] = 1.0
+        energies = torch.linalg.vector_norm(stacks[k].flatten(3), dim=3).square()
         level = energies.mean(2, keepdim=True).clamp_min(1e-300)
-        spreads = ((energies - level).abs() / level).amax((1, 2)).tolist()
-        for name, *parts in zip(names, coefficients, halves, zeros, spreads, strict=True):
-            problems[name] = _Problem(convs[name], *parts)
+        spreads.append(((energies - level).abs() / level).amax((1, 2)))
+    problems = {}
+    known = zip(alike.values(), stacks, halves, largest, _read(spreads), strict=True)
+    for names, *stack in known:
+        for name, own, scales, most, spread in zip(names, *stack, strict=True):
+            problems[name] = _Problem(convs[name], own, scales, most == 0, spread)
     return {name: problems[name] for name in convs}
+
+
+def _read(rows: Sequence[Tensor]) -> list[list[float]]:
+    """The values of vectors, which are copied from a device together."""
+    if not rows:
+        return []
+    values: list[float] = torch.cat([row.to(rows[0].device) for row in rows]).tolist()
+    ends = np.cumsum([0, *map(len, rows)]).tolist()
+    return [values[start:end] for start, end in pairwise(ends)]
 
 
 def _wide(taps: Tensor) -> Tensor:
@@ -374,7 +405,7 @@ def brackets(
     else:
         layers = dict(model)
     groups: dict[tuple[object, torch.device], list[str]] = {}
-    convs = {name: named(name, layer) for name, layer in layers.items()}
+    convs = {name: named_unchecked(name, layer) for name, layer in layers.items()}
     problems = _problems(convs, device)
     for name, problem in problems.items():
         shape, place = problem.taps.shape[1:], problem.taps.device

@@ -1,18 +1,30 @@
-r"""A Cholesky factorization made of large products, whose remainder is measured.
+r"""A Cholesky factorization made of large products, whose remainder is bounded.
 
 A GPU factors many matrices of a few hundred rows slowly, but multiplies them fast. Here only small
-corners are factored, and the rest is products: a panel below a corner is multiplied by the inverse
-of the corner's factor. That has no useful a-priori error bound, so its remainder is computed.
+corners are factored, and the rest is products: a panel below a corner is multiplied by an
+approximate inverse of the corner's factor. How good that inverse is, is measured.
 
 *Proof.* Let L be the factor found for the Hermitian matrix A, in blocks, and let c bound the
-relative error of inner products of length n + 4. Before a panel's turn, the products of the earlier
-panels are subtracted from it; this errs by at most :math:`c(|A| + |L||L|^*)` entry by entry. The
-corner's own factor errs by at most :math:`c|L||L|^*` (Higham, Theorem 10.3). The remainder of the
-panel below it is measured as R, with an error of at most :math:`c(|A'| + |L||L|^*)`, A' being the
-panel before the remainder. Both \|A\| and \|A'\| are at most :math:`(|R| + |L||L|^*)(1 + 4c)`, so
-:math:`|A - LL^*| \leq |R| + 5c(|R| + |L||L|^*)`. As :math:`LL^* \succeq 0`, the least eigenvalue
-of A is at least :math:`-\delta` with :math:`\delta = (1 + 5c)\sqrt2\|R\|_F + 5c\|L\|_F^2`; the
-root of 2 counts the upper triangle.
+relative error of inner products of length n + 4, and c' that of inner products of length w + 4, w
+being the width of a corner. Before a panel's turn, the products of the earlier panels are
+subtracted from it; this errs by at most :math:`c(|A| + |L||L|^*)` entry by entry. The corner's own
+factor K errs by at most :math:`c|L||L|^*` (Higham, Theorem 10.3). The panel B below it becomes
+:math:`X \approx BM^*`, M being the approximate inverse. Let R be the remainders :math:`B - XK^*` of
+all panels. As \|A\| is at most :math:`|L||L|^* + |A - LL^*|`,
+
+.. math:: |A - LL^*| \leq (1 + 5c)|R| + 5c|L||L|^*.
+
+As :math:`LL^* \succeq 0`, the least eigenvalue of A is at least :math:`-\delta` with
+:math:`\delta = (1 + 5c)\sqrt2\|R\|_F + 5c\|L\|_F^2`; the root of 2 counts the upper triangle.
+
+There is no remainder on the diagonal, so a row of L has a squared norm of at most
+:math:`(1 + 4c)a_{ii}`, and :math:`\|L\|_F^2 \leq t = (1 + 4c)\operatorname{tr}A`. For a panel let
+:math:`E = KM - I`. Then :math:`R = -BE^* - (X - BM^*)K^*`, so :math:`\|R\|_F \leq \rho\|B\|_F` with
+:math:`\rho = \|E\|_F + c'\|M\|_F\|K\|_F`. The computed E errs by at most
+:math:`c'(|K||M| + I)`. If :math:`\rho \leq 1/2`, then :math:`\|B\|_F \leq 2\|X\|_F\|K\|_F`, because
+:math:`B = XK^* + R`. The squares of all \|X\|_F sum to at most t, and over all panels
+
+.. math:: \|R\|_F \leq 2\sqrt t\,\max \rho\|K\|_F.
 """
 
 from __future__ import annotations
@@ -40,25 +52,34 @@ def shortfall(matrices: Tensor, width: int) -> Tensor:
         width: Rows of a corner.
     """
     count, size, _ = matrices.shape
+    error, inner = gamma_complex(size + 4), gamma_complex(width + 4)
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1).real * (1 + 4 * error)
     identity = torch.eye(width, dtype=matrices.dtype, device=matrices.device)
-    rest = torch.zeros(count, dtype=torch.float64, device=matrices.device)
-    norm = torch.zeros_like(rest)
+    below = torch.empty_like(matrices) if width < size else matrices
+    worst = torch.zeros(count, dtype=torch.float64, device=matrices.device)
     for start in range(0, size, width):
         stop = min(start + width, size)
-        panel, before = matrices[:, start:, start:stop], matrices[:, start:, :start]
+        panel = matrices[:, start:, start:stop]
         if start:
+            before = below[:, start:, :start]
             panel.baddbmm_(before, before[:, : stop - start].mH, alpha=-1)
         factor, info = torch.linalg.cholesky_ex(panel[:, : stop - start])
-        norm += factor.abs().square().sum((1, 2))
-        rest = torch.where(info == 0, rest, math.inf)
+        pivots = factor.diagonal(dim1=-2, dim2=-1).real
+        positive = (info == 0) & (pivots > 0).all(1)  # not so for NaN
+        worst = torch.where(positive, worst, math.inf)
         if stop < size:
             inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-            lower = panel[:, width:]
-            found = lower @ inverse.mH
-            lower.baddbmm_(found, factor.mH, alpha=-1)
-            rest += lower.abs().square().sum((1, 2))
-            lower.copy_(found)
-            norm += found.abs().square().sum((1, 2))
-    error = 5 * gamma_complex(size + 4)
-    whole = (1 + error) * (2 * rest).sqrt() + error * norm
+            off = torch.baddbmm(identity, factor, inverse, beta=-1)
+            own = diagonal[:, start:stop].sum(1).sqrt()
+            share = _frobenius(off) + inner * (2 * _frobenius(inverse) * own + math.sqrt(width))
+            share = torch.where(share <= 0.5, share, math.inf)
+            worst = torch.maximum(worst, share * own)
+            torch.bmm(panel[:, width:], inverse.mH, out=below[:, stop:, start:stop])
+    total = diagonal.sum(1)
+    whole = (1 + 5 * error) * 8**0.5 * total.sqrt() * worst + 5 * error * total
     return torch.where(whole.isfinite(), whole * (1 + 1e-8) + 1e-290, math.inf)
+
+
+def _frobenius(matrices: Tensor) -> Tensor:
+    parts = torch.view_as_real(matrices) if matrices.is_complex() else matrices
+    return torch.linalg.vector_norm(parts.flatten(1), dim=1)

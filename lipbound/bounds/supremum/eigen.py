@@ -12,7 +12,8 @@ from torch import Tensor
 from lipbound.runtime import check_time
 
 SMALL = 16  # size up to which a full eigensolver is used
-NEARLY = 1e-10  # share of a basis vector below which a new direction of it does not count
+# Share of a basis vector below which a new direction of it does not count, by its precision.
+NEARLY = {torch.complex128: 1e-10, torch.float64: 1e-10, torch.complex64: 1e-6, torch.float32: 1e-6}
 POWER = 128  # of the small matrix, twice: its eigenvalues are told apart from 1e-4 on
 
 
@@ -96,24 +97,27 @@ def _chebyshev(turned: Tensor, start: Tensor, degree: int) -> list[Tensor]:
     return columns
 
 
-def top_by_products(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def top_by_products(doubled: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Approximate the largest eigenvalues by a fixed number of products, reading nothing back.
 
     The Krylov space is that of :func:`bottom_eigenpairs`. Its small eigenvalue problem is solved on
-    the device: by a Cholesky factor of the overlaps and by powers of the small matrix.
+    the device in double precision: by a Cholesky factor of the overlaps and by powers of the small
+    matrix.
 
     Args:
-        matrices: ``(P, n, n)`` Hermitian with eigenvalues near [0, 1]; overwritten.
+        doubled: ``(P, n, n)``, twice Hermitian matrices with eigenvalues near [0, 1]; overwritten.
         start: ``(P, n)`` unit vectors.
         steps: Size of the Krylov space.
 
     Returns:
-        Ritz values and unit vectors. Both may be NaN if the eigenvalues are far larger than 1.
+        Ritz values in double precision, and unit vectors in that of the matrices. Both may be NaN
+        if the eigenvalues are far larger than 1.
     """
-    turned = matrices.mul_(2)
+    turned = doubled
     turned.diagonal(dim1=-2, dim2=-1).sub_(1)
     basis = torch.cat(_chebyshev(turned, start, steps), -1)  # (P, n, steps + 1)
-    overlap = basis.mH @ basis
+    wide = basis.to(torch.complex128 if basis.is_complex() else torch.float64)
+    overlap = wide.mH @ wide
     # turned·T_k = (T_{k+1} + T_{k−1})/2, and turned·T_0 = T_1
     action = overlap[:, :-1, 1:].clone()
     action[..., 1:] += overlap[:, :-1, :-2]
@@ -121,11 +125,13 @@ def top_by_products(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor
     overlap = overlap[:, :-1, :-1]
     size = overlap.diagonal(dim1=-2, dim2=-1).real.clamp_min(1e-300).rsqrt()
     scales = size[..., :, None] * size[..., None, :]
-    factor = overlap * scales
-    factor.diagonal(dim1=-2, dim2=-1).add_(NEARLY)
-    factor = torch.linalg.cholesky_ex(factor).L
+    overlap = overlap * scales
     # The eigenvalues of turned + I are at least 0, which is also what spurious directions get.
-    half = torch.linalg.solve_triangular(factor, (action + overlap) * scales, upper=False)
+    action = action * scales + overlap
+    factor = overlap.clone()
+    factor.diagonal(dim1=-2, dim2=-1).add_(NEARLY[basis.dtype])
+    factor = torch.linalg.cholesky_ex(factor).L
+    half = torch.linalg.solve_triangular(factor, action, upper=False)
     small = torch.linalg.solve_triangular(factor, half.mH, upper=False)
     power = small + small.mH
     for _ in range(2):
@@ -133,10 +139,12 @@ def top_by_products(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor
         power = torch.linalg.matrix_power(power / trace[..., None, None], POWER)
     column = power.diagonal(dim1=-2, dim2=-1).real.argmax(-1)[:, None, None]
     chosen = power.gather(-1, column.expand(-1, steps, 1))
-    value = (chosen.mH @ small @ chosen)[:, 0, 0].real / chosen.abs().square().sum((-2, -1))
-    weights = torch.linalg.solve_triangular(factor.mH, chosen, upper=True) * size[..., None]
-    vector = (basis[..., :-1] @ weights)[..., 0]
-    return value / 2, vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    weights = torch.linalg.solve_triangular(factor.mH, chosen, upper=True)
+    both = weights.mH @ torch.cat([action @ weights, overlap @ weights], -1)
+    value = (both[:, 0, 0] / both[:, 0, 1]).real
+    vector = (wide[..., :-1] @ (weights * size[..., None]))[..., 0]
+    vector = vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    return value / 2, vector.to(basis.dtype)
 
 
 def greatest(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -72,18 +73,35 @@ class Field:
             self._make_lags()
         sums = self.taps.abs().sum(-1).flatten(1)
         norms = [torch.linalg.vector_norm(t, dim=1) for t in (sums, self.taps.flatten(1))]
-        self.size: Floats
-        self.size, energy = torch.stack(norms).cpu().numpy()
+        self._norms = torch.stack(norms)  # read when needed: a GPU may still be busy with the lags
+
+    @cached_property
+    def _read(self) -> Floats:
+        return self._norms.cpu().numpy()
+
+    @property
+    def size(self) -> Floats:
+        return self._read[0]
+
+    @cached_property
+    def usual(self) -> Floats:
         # λ1 of a random symbol with this energy (Marchenko and Pastur): the scale to begin with.
         edge = (1 + math.sqrt(self.rows / self.columns)) ** 2
-        usual = edge * energy**2 / self.rows
-        self.usual = np.where(usual > 1e-290, usual, 1.0)  # its reciprocal is finite
+        usual = edge * self._read[1] ** 2 / self.rows
+        return np.where(usual > 1e-290, usual, 1.0)  # its reciprocal is finite
+
+    @cached_property
+    def error(self) -> Floats:
         angles = symbol_error([2 * m for m in self.sizes]) * 4
         length = self.columns * len(self.positions) + 2 * len(self.lags)
         length += self.columns * self.rows + 64
-        self.error = (gamma_complex(length) + angles) * self.size**2
+        error: Floats = (gamma_complex(length) + angles) * self.size**2
+        return error
+
+    @cached_property
+    def image_error(self) -> Floats:
         inner = gamma_complex(self.rows + len(self.positions) + self.columns + 32)
-        self.image_error = 2 * (symbol_error(self.sizes) + inner) * self.size
+        return 2 * (symbol_error(self.sizes) + inner) * self.size
 
     @property
     def room(self) -> int:
@@ -117,10 +135,7 @@ class Field:
         taps = self.taps.permute(0, 3, 1, 2).flatten(1, 2)  # (blocks, T·n, N)
         products = (taps @ taps.mT).reshape(self.blocks, count, self.rows, count, self.rows)
         products = products.transpose(2, 3).reshape(self.blocks, count**2, self.rows**2)
-        apart = (self.positions[:, None] - self.positions).reshape(count**2, 1, len(self.sizes))
-        plus, minus = ((apart == sign * self.lags).all(-1).T for sign in (1, -1))  # (L, T²)
-        chosen = np.concatenate([plus | minus, plus[1:].astype(float) - minus[1:]])
-        sums = self.send(chosen) @ products
+        sums = self.send(_equal_lags(tuple(self.sizes))) @ products
         self.even = sums[:, : len(self.lags)]
         self.odd = sums[:, len(self.lags) :] if len(self.lags) > 1 else None
 
@@ -255,6 +270,15 @@ def shifted(grid: Tensor, lag: list[int]) -> Tensor:
         size = grid.shape[axis]
         grid = grid.narrow(axis, max(0, h), size - abs(h))
     return grid
+
+
+@lru_cache(maxsize=256)
+def _equal_lags(sizes: tuple[int, ...]) -> Floats:
+    """The matrix of 0, 1 and −1 that sums products of taps of equal lags: ``(2L − 1, T²)``."""
+    positions, lags = indices(sizes), half_lags([*sizes])
+    apart = (positions[:, None] - positions).reshape(len(positions) ** 2, 1, len(sizes))
+    plus, minus = ((apart == sign * lags).all(-1).T for sign in (1, -1))  # (L, T²)
+    return np.concatenate([plus | minus, plus[1:].astype(float) - minus[1:]])
 
 
 def half_lags(sizes: list[int]) -> Floats:

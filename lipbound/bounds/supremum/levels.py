@@ -39,14 +39,14 @@ from lipbound.bounds.supremum.cells import Cover, Diamonds
 from lipbound.bounds.supremum.field import Field, Floats, Integers
 from lipbound.bounds.supremum.peak import Peak
 from lipbound.bounds.supremum.search import parts
-from lipbound.bounds.supremum.stack import Stack
+from lipbound.bounds.supremum.stack import Stack, room
 from lipbound.cuda_graphs import device_memory, on_streams
 from lipbound.runtime import OutOfTime, check_time
 
 LEVELS = 10  # at most
 MOST = 5_000  # cells of a layer left open, beyond which the layer is left undone
-KEPT = 0.25  # share of a GPU's memory that stacks and graphs of earlier calls may take
-BLOCKS = 16  # of one stack: a product with the lags of all costs as many times that of one
+KEPT = 0.3  # share of a GPU's memory that stacks and graphs of earlier calls may take
+BLOCKS = 8  # of one stack: a product with the lags of all costs as many times that of one
 
 _kept: dict[Hashable, list[Stack]] = {}  # stacks that no search uses, with their graphs
 _lock = Lock()  # graphs are captured and replayed by one search at a time
@@ -59,33 +59,37 @@ def release() -> None:
         _kept.clear()
 
 
-def _stack(field: Field, owner: Integers, rtol: float) -> Stack:
-    free = _kept.get(_kind(field, owner, rtol))
+def _stack(field: Field, owner: Integers, rtol: float, room: int) -> Stack:
+    free = _kept.get(_kind(field, owner, rtol, room))
     if not free:
-        return Stack(field, owner, rtol)
+        return Stack(field, owner, rtol, room)
     stack = free.pop()
     stack.load(field)
     return stack
 
 
-def _keep(stack: Stack) -> None:
-    """Keep a stack on CUDA for the next network, unless too much memory is kept already."""
-    if stack.pool is None:
+def _keep(stacks: Sequence[Stack]) -> None:
+    """Keep stacks on CUDA for the next network, as many as may; they go before older ones."""
+    if not stacks:
         return
-    device = stack.field.device
-    share = KEPT * device_memory(device)
-    if stack.bytes > share:
-        return
+    device = stacks[0].field.device
+    taken, share = 0, KEPT * device_memory(device)
+    chosen = []
+    for stack in stacks:
+        if taken + stack.bytes <= share:
+            chosen.append(stack)
+            taken += stack.bytes
     others = [kept for alike in _kept.values() for kept in alike if kept.field.device == device]
-    if sum(other.bytes for other in [*others, stack]) > share:
+    if chosen and taken + sum(other.bytes for other in others) > share:
         _kept.clear()
-    _kept.setdefault(_kind(stack.field, stack.owners, stack.rtol), []).append(stack)
+    for stack in chosen:
+        _kept.setdefault(_kind(stack.field, stack.owners, stack.rtol, stack.room), []).append(stack)
 
 
-def _kind(field: Field, owner: Integers, rtol: float) -> Hashable:
+def _kind(field: Field, owner: Integers, rtol: float, room: int) -> Hashable:
     shape = field.taps.shape, tuple(field.sizes)
     inference = torch.is_inference_mode_enabled()  # its tensors cannot be changed outside of it
-    return field.device, *shape, owner.tobytes(), rtol, field.room, inference
+    return field.device, *shape, owner.tobytes(), rtol, room, inference
 
 
 @dataclass
@@ -111,11 +115,12 @@ def search(symbols: Sequence[Tensor], owners: Sequence[Integers], rtol: float) -
     device = symbols[0].device
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with _lock, here:
-        stacks = [_stack(Field(taps), owner, rtol)
-                  for taps, owner in zip(symbols, owners, strict=True)]  # fmt: skip
+        fields = [Field(taps) for taps in symbols]  # all are enqueued before the first is read
+        share = room(device, len(fields))
+        stacks = [_stack(field, owner, rtol, share)
+                  for field, owner in zip(fields, owners, strict=True)]  # fmt: skip
         results = _Together(stacks, rtol).run()
-        for stack in stacks:
-            _keep(stack)
+        _keep([stack for stack in stacks if stack.pool is not None])
     return results
 
 
@@ -196,11 +201,10 @@ class _Together:
             By stack, what :meth:`Stack.level` returns: ``(4, P)`` for its cells, and ``(layers,)``.
         """
         cuts = {i: range(a, b) for i, (a, b) in enumerate(pairwise(edges)) if a < b}
-        graphs = any(stack.pool is not None for stack in self.stacks)
-        sizes = [_rounded(len(cut)) if graphs else len(cut) for cut in cuts.values()]
-        chosen = [[*cut, *[cut[-1]] * (size - len(cut))]
+        sizes = [sum(self.stacks[i].sizes(len(cut))) for i, cut in cuts.items()]
+        chosen = [np.minimum(np.arange(cut.start, cut.start + size), cut[-1])
                   for cut, size in zip(cuts.values(), sizes, strict=True)]  # fmt: skip
-        rows = packed[[at for some in chosen for at in some]]
+        rows = packed[np.concatenate(chosen)]
         sent = torch.from_numpy(rows).to(self.stacks[0].field.device).split(sizes)
         results = on_streams(
             [partial(self.stacks[i].level, own, first) for i, own in zip(cuts, sent, strict=True)]
@@ -238,14 +242,3 @@ def _packed(cells: Diamonds, number: Integers, call: int) -> Floats:
     calls = np.full(len(cells), call)
     numbers = [number, cells.left.numpy(), calls]
     return np.column_stack([cells.frequency, cosine, cells.angle, *numbers])
-
-
-def _rounded(count: int) -> int:
-    """Round up to one of few numbers, by a third at most (from 3 on).
-
-    Example:
-        >>> [_rounded(count) for count in (1, 5, 9, 13, 100)]
-        [1, 6, 12, 16, 128]
-    """
-    power = 1 << (count - 1).bit_length()
-    return power * 3 // 4 if count <= power * 3 // 4 else power

@@ -7,6 +7,7 @@ proves follows on the host, from its scale and its shortfall.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,17 @@ from torch import Tensor
 from lipbound.bounds.rounding import UNIT, cholesky_error
 from lipbound.bounds.supremum.blocked import shortfall, usual_shortfall
 from lipbound.bounds.supremum.eigen import top_by_products, wrapped
-from lipbound.bounds.supremum.field import MOST, Field, Integers, even_slices
+from lipbound.bounds.supremum.field import CHUNK_BYTES, MOST, Field, Integers, even_slices
 from lipbound.bounds.supremum.peak import Peak
-from lipbound.cuda_graphs import captured, graph_pool, warn_uncaptured
+from lipbound.cuda_graphs import captured, device_memory, graph_pool, warn_uncaptured
 from lipbound.runtime import piece, ran_out
 
-FIRST, STEPS, MATRIX = 16, 8, 32  # sizes of Krylov spaces: at first, later, for a single matrix
-ROUNDS = 2  # climbs in the first level; one in each other level
-BLOCKED = 192  # rows from which factors are made of products: a guess, to be measured
-CORNER = 64  # rows that a factor made of products factors itself
+FIRST, STEPS, MATRIX = 12, 8, 32  # sizes of Krylov spaces: at first, later, for a single matrix
+BLOCKED = 128  # rows from which factors are made of products
+CORNER = 32  # rows that a factor made of products factors itself
 SMALL = 1 << 13  # lag entries of a block below which every cell gathers its own
+LARGEST = 1 << 30  # bytes of complex matrices at once; more are no faster
+COARSE = 1e-4  # targets from which estimates in single precision and factors of products serve
 LATTICE = {0: 1, 1: 129, 2: 33, 3: 9}  # points per axis on which a climb looks for the maximum
 FINER = {0: 0, 1: 2, 2: 3, 3: 5}  # lattices, each around the best point of the one before
 
@@ -40,6 +42,7 @@ class Stack:
         field: The symbols.
         owner: ``(blocks,)`` layer that each block belongs to, ascending.
         rtol: Target relative width, upper/lower − 1.
+        room: Bytes that complex matrices handled at once may take.
 
     Attributes:
         lower: ``(layers,)`` attained values of σ1, rounded down.
@@ -49,13 +52,14 @@ class Stack:
         vectors: ``(cells, n)`` vectors that belong to the estimates of the last level.
     """
 
-    def __init__(self, field: Field, owner: Integers, rtol: float):
-        self.rtol = rtol
+    def __init__(self, field: Field, owner: Integers, rtol: float, room: int):
+        self.rtol, self.room = rtol, room
         self.layers, self.dims = int(owner[-1]) + 1, len(field.sizes)
         rows, send = field.rows, field.send
         self.factor = rows * (cholesky_error(rows) + 8 * UNIT)
         usual = usual_shortfall(rows)
-        self.blocked = rows >= BLOCKED and 4 * usual < 0.5 * rtol
+        coarse = rtol >= COARSE
+        self.blocked = coarse and rows >= BLOCKED and 4 * usual < 0.5 * rtol
         if self.blocked:
             self.factor = max(self.factor, usual)
         self.positions, self.lags = send(field.positions), send(field.lags)
@@ -64,23 +68,28 @@ class Stack:
         few = len(field.lags) * rows**2 <= SMALL or 2 * rows**2 < field.blocks
         self.gathers = field.blocks > 1 and few
         waves = (2 * len(field.lags) - 1) * (2 * rows**2 if self.gathers else field.blocks)
-        self.chunk = max(1, min(piece(MOST), field.room // (16 * rows**2 + 8 * waves)))
+        most = max(1, min(piece(MOST), room // (16 * rows**2 + 8 * waves)))
+        self.chunk = 1 << round(math.log2(most))
         kind = torch.float64 if self.alone else torch.complex128
         width = rows**2 * (1 if self.alone else 2)
         self.matrix = self.positions.new_zeros(field.blocks, 2 * len(field.lags) - 1, width)
+        self.rough = self.matrix.float() if coarse else self.matrix  # for estimates
         self.taps = torch.empty_like(field.taps)
         self.numbers = self.positions.new_empty(4, field.blocks)
         self.lower = self.positions.new_zeros(self.layers)
         self.block = self.owner.new_zeros(self.layers)
         self.frequency = self.positions.new_zeros(self.layers, self.dims)
         self.left = torch.zeros(self.layers, rows, dtype=kind, device=field.device)
-        self.vectors = self.left[:0]
+        rough = {torch.float64: torch.float32, torch.complex128: torch.complex64}[kind]
+        self.vectors = self.left[:0].to(rough if coarse else kind)
         start = np.random.default_rng(0).standard_normal(rows)
-        self.random = send(start / np.linalg.norm(start)).to(kind)[None]
+        self.random = send(start / np.linalg.norm(start)).to(self.vectors.dtype)[None]
         points = np.linspace(-1, 1, LATTICE[self.dims])
         self.lattice = send(np.stack(np.meshgrid(*[points] * self.dims), -1).reshape(-1, self.dims)
                             if self.dims else np.zeros((1, 0)))  # fmt: skip
-        self.graphs: dict[tuple[int, bool], Any] = {}
+        self.most = 0  # cells of a level so far
+        self.graphs: dict[tuple[str, bool, bool, int], Any] = {}
+        self.warm: set[tuple[str, bool, bool]] = set()  # what ran before, as a capture asks for
         self.pool = graph_pool(field.device)
         self.load(field)
 
@@ -97,104 +106,151 @@ class Stack:
             parts = self.matrix.unflatten(2, (-1, 2))
             parts[:, : len(field.lags), :, 0] = field.even
             parts[:, len(field.lags) :, :, 1] = field.odd
+        if self.rough is not self.matrix:
+            self.rough.copy_(self.matrix)
         for state in (self.lower, self.block, self.frequency, self.left):
             state.zero_()
 
+    def sizes(self, count: int) -> list[int]:
+        """How many cells are handled at once, when there are so many.
+
+        With graphs these are few different numbers, because each needs graphs of its own.
+        """
+        if self.pool is None:
+            return [part.stop - part.start for part in even_slices(count, self.chunk)]
+        full, rest = divmod(count, self.chunk)
+        least = 1 if self.alone else max(self.chunk // 8 if full else 0, min(8, self.chunk))
+        return [self.chunk] * full + ([_power(max(rest, least))] if rest else [])
+
     def level(self, packed: Tensor, first: bool) -> Tensor:
-        """Enqueue one level for cells whose columns are those of :func:`_packed`.
+        """Enqueue one level for cells whose columns are those of :func:`.levels._packed`.
+
+        Args:
+            packed: The cells, as many as the :meth:`sizes` sum to.
+            first: Whether this is the first level.
 
         Returns:
             Numbers of the call, estimates, shortfalls and scales of the cells, then the lower ends
             of the layers, all in one row. The next level overwrites it.
         """
         self._make_room(len(packed))
-        key = len(packed), first
-        if self.pool is None or key not in self.graphs:
-            self.graphs[key] = None  # this call is the warm-up of a capture
-            return self._level(packed, first)
-        if self.graphs[key] is None:
-            cells = packed.clone()
+        self.most = max(self.most, len(packed))
+        if len(packed) <= self.chunk:
+            return self._repeated(self._whole, first, packed)[0]
+        parts = packed.split(self.sizes(len(packed)))
+        starts = self._starts(packed, first).split([len(part) for part in parts])
+        values, at = [], 0
+        for part, start in zip(parts, starts, strict=True):
+            value, vectors = self._repeated(self._estimate, first, part, start)
+            values.append(value.clone())
+            self.vectors[at : at + len(part)] = vectors
+            at += len(part)
+        value = torch.cat(values)
+        more = _power(at) - at if self.pool is not None else 0
+        known = torch.nn.functional.pad(value, (0, more), value=-1.0)
+        self._repeated(self._climb, first, known, torch.nn.functional.pad(packed, (0, 0, 0, more)))
+        proofs = [self._repeated(self._factor, first, part)[0].clone() for part in parts]
+        call, short, scale = torch.cat(proofs, 1)
+        return torch.cat([call, value, short, scale, self.lower])
+
+    def _repeated(
+        self, work: Callable[..., tuple[Tensor, ...]], first: bool, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Call ``work(first, *given)``, by a graph from the second time on."""
+        kind = work.__name__, first, len(given[0]) > 1  # libraries treat a single matrix otherwise
+        if self.pool is None or kind not in self.warm:
+            self.warm.add(kind)
+            return work(first, *given)
+        key = *kind, len(given[0])
+        if key not in self.graphs:
+            kept = [tensor.clone() for tensor in given]
             try:
-                self.graphs[key] = cells, captured(lambda: self._level(cells, first), self.pool)
+                self.graphs[key] = kept, captured(lambda: work(first, *kept), self.pool)
             except RuntimeError as error:
                 if ran_out(error):
                     raise
                 self.pool = None
                 warn_uncaptured(error)
-                return self._level(packed, first)
-        cells, (graph, row) = self.graphs[key]
-        cells.copy_(packed)
+                return work(first, *given)
+        kept, (graph, results) = self.graphs[key]
+        for mine, tensor in zip(kept, given, strict=True):
+            mine.copy_(tensor)
         graph.replay()
-        return row
+        return results
 
     @property
     def bytes(self) -> int:
         """About what the stack and its graphs take."""
-        cells = 16 * self.chunk * self.field.rows**2
-        return 16 * (self.matrix.numel() + self.taps.numel()) + 5 * cells  # the field's own too
+        cells = 16 * min(self.chunk, self.most) * self.field.rows**2
+        return 16 * (self.matrix.numel() + self.taps.numel()) + 4 * cells  # the field's own too
 
     def _make_room(self, count: int) -> None:
         if len(self.vectors) < count:
-            larger = self.left.new_zeros(2 * count, self.left.shape[1])
-            larger[: len(self.vectors)] = self.vectors
-            self.vectors = larger
+            self.vectors = _larger(self.vectors, 2 * count)
             self.graphs.clear()  # they would use the smaller one
 
-    def _level(self, packed: Tensor, first: bool) -> Tensor:
-        frequency, others = packed[:, : self.dims], packed[:, self.dims :].T
-        cosine, angle, block, parent, call = others
-        block = block.long()
-        start = self.random.expand(len(packed), -1) if first else self.vectors[parent.long()]
-        value = self._estimate(block, frequency, start, FIRST if first else STEPS)
-        self._climb(value, block, frequency, angle, ROUNDS if first else 1)
-        scale = self._scales(block, cosine)
-        short = self._shortfalls(block, frequency, scale)
-        return torch.cat([call, value, short, scale, self.lower])
+    def _whole(self, first: bool, packed: Tensor) -> tuple[Tensor]:
+        """One level of few cells."""
+        value, vectors = self._estimate(first, packed, self._starts(packed, first))
+        self.vectors[: len(packed)] = vectors
+        self._climb(first, value, packed)
+        call, short, scale = self._factor(first, packed)[0]
+        return (torch.cat([call, value, short, scale, self.lower]),)
+
+    def _starts(self, packed: Tensor, first: bool) -> Tensor:
+        """Vectors to start the estimates from: those of the parents."""
+        if first:
+            return self.random.expand(len(packed), -1)
+        return self.vectors[packed[:, self.dims + 3].long()]
 
     def peak(self, evaluations: Integers) -> Peak:
         """The best values attained, read from the device."""
         peak = Peak(self.field, self.owners, self.layers, self.rtol, moves=True)
-        peak.lower, peak.block = self.lower.cpu().numpy().copy(), self.block.cpu().numpy().copy()
-        peak.frequency = wrapped(self.frequency.cpu().numpy())
-        peak.left = self.left.to(torch.complex128).cpu().numpy().copy()
+        left = torch.view_as_real(self.left.to(torch.complex128)).flatten(1)
+        numbers = torch.stack([self.lower, self.block.double()], 1)
+        known = torch.cat([numbers, self.frequency, left], 1).cpu().numpy()  # one read
+        peak.lower, peak.block = known[:, 0].copy(), known[:, 1].astype(np.int64)
+        peak.frequency = wrapped(known[:, 2 : 2 + self.dims])
+        peak.left = np.ascontiguousarray(known[:, 2 + self.dims :]).view(np.complex128)
         peak.evaluations = evaluations
         return peak
 
-    def _grams(self, block: Tensor, frequency: Tensor, scale: Tensor) -> Tensor:
-        """``scale``·FF* at each cell: ``(P, n, n)``, real for a stack of matrices."""
+    def _grams(self, block: Tensor, frequency: Tensor, scale: Tensor, matrix: Tensor) -> Tensor:
+        """``scale``·FF* at each cell: ``(P, n, n)``, real for a stack of matrices.
+
+        ``matrix`` is the lags in the precision of the result.
+        """
         angles = frequency @ self.lags.T
         waves = torch.cat([torch.cos(angles), torch.sin(angles[:, 1:])], 1) * scale[:, None]
+        waves = waves.to(matrix.dtype)
         if self.gathers:
-            grams = (waves[:, None] @ self.matrix[block])[:, 0]
-        elif len(self.matrix) == 1:
-            grams = waves @ self.matrix[0]
+            grams = (waves[:, None] @ matrix[block])[:, 0]
+        elif len(matrix) == 1:
+            grams = waves @ matrix[0]
         else:  # zeros for all other blocks; products with zeros are exact
-            whole = waves.new_zeros(len(waves), *self.matrix.shape[:2])
+            whole = waves.new_zeros(len(waves), *matrix.shape[:2])
             at = block[:, None, None].expand(-1, 1, waves.shape[1])
-            grams = whole.scatter_(1, at, waves[:, None]).flatten(1) @ self.matrix.flatten(0, 1)
+            grams = whole.scatter_(1, at, waves[:, None]).flatten(1) @ matrix.flatten(0, 1)
         rows = self.field.rows
         if self.alone:
             return grams.reshape(-1, rows, rows)
         return torch.view_as_complex(grams.reshape(-1, rows, rows, 2))
 
-    def _estimate(self, block: Tensor, frequency: Tensor, start: Tensor, steps: int) -> Tensor:
-        """Estimate λ1(FF*) at all cells, and keep the vectors that belong to the estimates."""
+    def _estimate(self, first: bool, packed: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Estimate λ1(FF*) at cells, with the vectors that belong to the estimates."""
+        frequency, block = packed[:, : self.dims], packed[:, self.dims + 2].long()
         lower = self.lower[self.owner[block]]
         usual = self.numbers[1, block]
         level = torch.where(lower > 0, lower.square(), usual).clamp_min(1e-290)
-        values, vectors = [], []
-        for part in even_slices(len(block), self.chunk):
-            grams = self._grams(block[part], frequency[part], 1 / level[part])
-            value, vector = top_by_products(grams, start[part], steps)
-            values.append(value)
-            vectors.append(torch.where(value.isfinite()[:, None], vector, start[part]))
-        self.vectors[: len(block)] = torch.cat(vectors)
-        return (torch.cat(values) * level).nan_to_num(0.0, 0.0, 0.0).clamp_min(0.0)
+        twice = self._grams(block, frequency, 2 / level, self.rough)
+        value, vectors = top_by_products(twice, start, FIRST if first else STEPS)
+        vectors = torch.where(value.isfinite()[:, None], vectors, start)
+        return (value * level).nan_to_num(0.0, 0.0, 0.0).clamp_min(0.0), vectors
 
-    def _climb(
-        self, value: Tensor, block: Tensor, frequency: Tensor, angle: Tensor, rounds: int
-    ) -> None:
+    def _climb(self, first: bool, value: Tensor, packed: Tensor) -> tuple[Tensor, ...]:
         """Climb from each layer's best cell, or from its best point if no cell exceeds it."""
+        frequency, block = packed[:, : self.dims], packed[:, self.dims + 2].long()
+        angle = packed[:, self.dims + 1]
         count, owner = len(value), self.owner[block]
         best = torch.full_like(self.lower, -1.0).scatter_reduce(0, owner, value, "amax")
         number = torch.arange(count, device=value.device)
@@ -208,12 +264,11 @@ class Stack:
         reach, steps = angle[at].clamp_min(1e-6), MATRIX if self.alone else STEPS
         rows, image = self._image(here, place, left)
         self._record(here, place, left, image)
-        for turn in range(rounds):
-            place = self._uphill(rows, image, place, reach / 4**turn)
-            level = image.abs().square().sum(-1).clamp_min(1e-290)
-            _, left = top_by_products(self._grams(here, place, 1 / level), left, steps)
-            rows, image = self._image(here, place, left)
-            self._record(here, place, left, image)
+        place = self._uphill(rows, image, place, reach)
+        level = image.abs().square().sum(-1).clamp_min(1e-290)
+        _, left = top_by_products(self._grams(here, place, 2 / level, self.matrix), left, steps)
+        self._record(here, place, left, self._image(here, place, left)[1])
+        return ()
 
     def _image(self, block: Tensor, frequency: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         """u*K_h for every tap, ``(Q, N, T)``, and u*F, ``(Q, N)``."""
@@ -265,19 +320,50 @@ class Stack:
         hopeful = limit > 1e-12 * size.square() / len(self.positions)
         return torch.where(hopeful, 1 / (limit * (1 - self.factor)), 0.0)
 
-    def _shortfalls(self, block: Tensor, frequency: Tensor, scale: Tensor) -> Tensor:
-        """δ such that I − s·FF* ⪰ −δ·I, for s·FF* as computed; ∞ without a factor."""
-        found = []
-        for part in even_slices(len(block), self.chunk):
-            gaps = self._grams(block[part], frequency[part], -scale[part])
-            gaps.diagonal(dim1=-2, dim2=-1).add_(1)
-            if self.blocked:
-                short = shortfall(gaps, CORNER)  # larger ones would cost too much width
-                short = torch.where(short <= max(self.factor, 0.01 * self.rtol), short, math.inf)
-            else:  # δ = c·tr(I − s·FF*), at most n·c
-                factor, info = torch.linalg.cholesky_ex(gaps)
-                pivots = factor.diagonal(dim1=-2, dim2=-1).real
-                positive = (info == 0) & (pivots > 0).all(1)  # not so for NaN
-                short = torch.where(positive, self.factor, math.inf)
-            found.append(short)
-        return torch.cat(found)
+    def _factor(self, first: bool, packed: Tensor) -> tuple[Tensor]:
+        """Numbers of the call, δ and s such that I − s·FF* ⪰ −δ·I at cells, in three rows.
+
+        FF* is meant as computed. δ is ∞ without a factor.
+        """
+        frequency, (cosine, _, number, _, call) = packed[:, : self.dims], packed[:, self.dims :].T
+        block = number.long()
+        scale = self._scales(block, cosine)
+        gaps = self._grams(block, frequency, -scale, self.matrix)
+        gaps.diagonal(dim1=-2, dim2=-1).add_(1)
+        if self.blocked:
+            short = shortfall(gaps, CORNER)  # larger ones would cost too much width
+            short = torch.where(short <= max(self.factor, 0.01 * self.rtol), short, math.inf)
+        else:  # δ = c·tr(I − s·FF*), at most n·c
+            factor, info = torch.linalg.cholesky_ex(gaps)
+            pivots = factor.diagonal(dim1=-2, dim2=-1).real
+            positive = (info == 0) & (pivots > 0).all(1)  # not so for NaN
+            short = torch.where(positive, self.factor, math.inf)
+        return (torch.stack([call, short, scale]),)
+
+
+def room(device: torch.device, stacks: int) -> int:
+    """Bytes that a stack's complex matrices handled at once may take, beside other stacks.
+
+    Few stacks only fill a GPU if each handles many matrices at once.
+    """
+    if device.type != "cuda":
+        return piece(CHUNK_BYTES["cpu"])
+    memory = device_memory(device)
+    return piece(min(LARGEST, memory // 128, memory // (8 * stacks)))
+
+
+def _power(count: int) -> int:
+    """Round up to a power of two.
+
+    Example:
+        >>> [_power(count) for count in (1, 5, 8)]
+        [1, 8, 8]
+    """
+    return 1 << (count - 1).bit_length()
+
+
+def _larger(vectors: Tensor, count: int) -> Tensor:
+    """A tensor of so many rows that begins with the given ones."""
+    larger = vectors.new_zeros(count, vectors.shape[1])
+    larger[: len(vectors)] = vectors
+    return larger
