@@ -35,7 +35,7 @@ def flat(taps: Tensor, rtol: float) -> tuple[float, float, int] | None:
     apart = _norms(gram)
     if bool((apart > SHARE * rtol * level).any()):
         return None
-    for lag in half_lags(sizes)[1:].astype(int).tolist():
+    for lag in half_lags(tuple(sizes))[1:].astype(int).tolist():
         product = shifted(taps, lag).flatten(2) @ shifted(taps, [-h for h in lag]).flatten(2).mT
         apart = apart + 2 * _norms(product)
         if bool((apart > SHARE * rtol * level).any()):

@@ -51,12 +51,12 @@ def shortfall(matrices: Tensor, width: int) -> Tensor:
         matrices: ``(P, n, n)`` float64 or complex128 with entries of about 1; overwritten.
         width: Rows of a corner.
     """
-    count, size, _ = matrices.shape
+    size = matrices.shape[-1]
     error, inner = gamma_complex(size + 4), gamma_complex(width + 4)
     diagonal = matrices.diagonal(dim1=-2, dim2=-1).real * (1 + 4 * error)
     identity = torch.eye(width, dtype=matrices.dtype, device=matrices.device)
     below = torch.empty_like(matrices) if width < size else matrices
-    worst = torch.zeros(count, dtype=torch.float64, device=matrices.device)
+    pivots, refused, inverses, offs = [], [], [], []
     for start in range(0, size, width):
         stop = min(start + width, size)
         panel = matrices[:, start:, start:stop]
@@ -64,20 +64,23 @@ def shortfall(matrices: Tensor, width: int) -> Tensor:
             before = below[:, start:, :start]
             panel.baddbmm_(before, before[:, : stop - start].mH, alpha=-1)
         factor, info = torch.linalg.cholesky_ex(panel[:, : stop - start])
-        pivots = factor.diagonal(dim1=-2, dim2=-1).real
-        positive = (info == 0) & (pivots > 0).all(1)  # not so for NaN
-        worst = torch.where(positive, worst, math.inf)
+        pivots.append(factor.diagonal(dim1=-2, dim2=-1).real)
+        refused.append(info)
         if stop < size:
             inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-            off = torch.baddbmm(identity, factor, inverse, beta=-1)
-            own = diagonal[:, start:stop].sum(1).sqrt()
-            share = _frobenius(off) + inner * (2 * _frobenius(inverse) * own + math.sqrt(width))
-            share = torch.where(share <= 0.5, share, math.inf)
-            worst = torch.maximum(worst, share * own)
+            inverses.append(_frobenius(inverse))
+            offs.append(_frobenius(torch.baddbmm(identity, factor, inverse, beta=-1)))
             torch.bmm(panel[:, width:], inverse.mH, out=below[:, stop:, start:stop])
+    positive = (torch.stack(refused) == 0).all(0) & (torch.cat(pivots, 1) > 0).all(1)  # no NaN
     total = diagonal.sum(1)
-    whole = (1 + 5 * error) * 8**0.5 * total.sqrt() * worst + 5 * error * total
-    return torch.where(whole.isfinite(), whole * (1 + 1e-8) + 1e-290, math.inf)
+    whole = 5 * error * total
+    if offs:
+        own = diagonal[:, : len(offs) * width].unflatten(1, (-1, width)).sum(2).sqrt()
+        share = torch.stack(offs, 1) + inner * (2 * torch.stack(inverses, 1) * own + width**0.5)
+        worst = torch.where(share <= 0.5, share * own, math.inf).amax(1)  # ∞ for NaN
+        whole = whole + (1 + 5 * error) * 8**0.5 * total.sqrt() * worst
+    known = positive & whole.isfinite()
+    return torch.where(known, whole * (1 + 1e-8) + 1e-290, math.inf)
 
 
 def _frobenius(matrices: Tensor) -> Tensor:

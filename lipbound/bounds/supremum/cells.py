@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -104,7 +105,7 @@ class Cover:
 
         Without a field they carry their own numbers in place of vectors.
         """
-        first = {own: _first_centres(own, self.active) for own in set(self.sizes)}
+        first = {own: _first_centres(own, tuple(self.active)) for own in set(self.sizes)}
         counts = [len(first[own][0]) for own in self.sizes]
         centres, own = (np.concatenate(parts) for parts in
                         zip(*[first[own] for own in self.sizes], strict=True))  # fmt: skip
@@ -162,13 +163,16 @@ class Cover:
         return (self.angle[block] * scale + self.slack) * (1 + 8 * UNIT)
 
 
-def _first_centres(sizes: Sequence[int], active: list[int]) -> tuple[Floats, NDArray[np.bool_]]:
+@lru_cache(maxsize=256)
+def _first_centres(
+    sizes: tuple[int, ...], active: tuple[int, ...]
+) -> tuple[Floats, NDArray[np.bool_]]:
     """Centres of the first cells, and which of them equal their negatives."""
     samples = np.array([4 * (m - 1) or 1 for m in sizes], dtype=np.int64)
     index = indices(samples.tolist())
-    for axes in (active[:2], *[[axis] for axis in active[2:]]):
+    for axes in (active[:2], *[(axis,) for axis in active[2:]]):
         if axes:
-            index = index[index[:, axes].sum(1) % 2 == 0]
+            index = index[index[:, list(axes)].sum(1) % 2 == 0]
     mirrored = -index % samples
     weights = np.array([math.prod(samples[a + 1 :].tolist()) for a in range(len(samples))], int)
     kept = (index @ weights) <= (mirrored @ weights)

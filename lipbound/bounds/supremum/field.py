@@ -67,7 +67,7 @@ class Field:
         self.device = taps.device
         self.taps = taps.reshape(*taps.shape[:3], -1)  # (blocks, n, N, T)
         self.positions = indices(self.sizes).astype(float)  # (T, D)
-        self.lags = half_lags(self.sizes)  # (L, D), 0 first
+        self.lags = half_lags(tuple(self.sizes))  # (L, D), 0 first
         self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= piece(LAG_BYTES)
         if self.keeps_lags:
             self._make_lags()
@@ -275,13 +275,14 @@ def shifted(grid: Tensor, lag: list[int]) -> Tensor:
 @lru_cache(maxsize=256)
 def _equal_lags(sizes: tuple[int, ...]) -> Floats:
     """The matrix of 0, 1 and −1 that sums products of taps of equal lags: ``(2L − 1, T²)``."""
-    positions, lags = indices(sizes), half_lags([*sizes])
+    positions, lags = indices(sizes), half_lags(sizes)
     apart = (positions[:, None] - positions).reshape(len(positions) ** 2, 1, len(sizes))
     plus, minus = ((apart == sign * lags).all(-1).T for sign in (1, -1))  # (L, T²)
     return np.concatenate([plus | minus, plus[1:].astype(float) - minus[1:]])
 
 
-def half_lags(sizes: list[int]) -> Floats:
+@lru_cache(maxsize=256)
+def half_lags(sizes: tuple[int, ...]) -> Floats:
     """Lag 0 and one of each pair ±l: ``(L, D)``."""
     full = indices([2 * m - 1 for m in sizes]).astype(float)
     full = full - (np.array(sizes) - 1)
