@@ -7,7 +7,8 @@ values on the host. Weights may change in place. If they move, their owner must 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,17 +25,34 @@ def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.C
     """Capture ``work``; return its graph and its result, whose tensors every replay overwrites.
 
     The work must run on the current device. Graphs with the same memory ``pool`` must not run at
-    the same time, and must leave nothing for each other in their temporary tensors.
+    the same time, and must leave nothing for each other in their temporary tensors. Other graphs
+    may run at the same time.
     """
     graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     side = _captures.setdefault(here.device_index, torch.cuda.Stream())
+    options: dict[str, Any] = {"pool": pool, "stream": side, "capture_error_mode": "thread_local"}
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        with _own_workspaces(), torch.cuda.graph(graph, **options):
             result = work()
     except RuntimeError:
         torch.cuda.set_stream(here)  # a capture that fails at its end leaves the other current
         raise
     return graph, result
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Let a graph have cuBLAS workspaces in its own memory pool.
+
+    PyTorch keeps a workspace for every stream. Graphs captured on one stream would share it, and
+    overwrite each other's numbers when they run at the same time (pytorch/pytorch#193402).
+    """
+    clear = torch._C._cuda_clearCublasWorkspaces
+    clear()
+    try:
+        yield
+    finally:
+        clear()
 
 
 def graph_pool(device: torch.device) -> Any:

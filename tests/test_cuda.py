@@ -200,8 +200,9 @@ def test_brackets_by_levels_are_those_of_the_processor(monkeypatch, seed):
     monkeypatch.setattr(certified, "BY_LEVELS", {"cuda"})
     torch.manual_seed(seed)
     shapes = [(24, 32, 3), (24, 32, 3), (200, 210, 3), (24, 32, 1), (400, 300, 1), (3, 64, 7)]
+    shapes += [(16 + i, 20, 3) for i in range(12)]  # many graphs at the same time
     layers = nn.ModuleDict({str(i): nn.Conv2d(*shape) for i, shape in enumerate(shapes)})
-    for call in range(4):
+    for call in range(6):
         for layer in layers.values():
             nn.init.normal_(layer.weight)
         truth, found = lipbound.brackets(layers, device="cpu"), lipbound.brackets(layers.cuda())

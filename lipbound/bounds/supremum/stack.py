@@ -68,7 +68,8 @@ class Stack:
         few = len(field.lags) * rows**2 <= SMALL or 2 * rows**2 < field.blocks
         self.gathers = field.blocks > 1 and few
         waves = (2 * len(field.lags) - 1) * (2 * rows**2 if self.gathers else field.blocks)
-        most = max(1, min(piece(MOST), room // (16 * rows**2 + 8 * waves)))
+        small = 128 * FIRST**2  # bytes of small eigenvalue problems
+        most = max(1, min(piece(MOST), room // (16 * rows**2 + 8 * waves + small)))
         self.chunk = 1 << round(math.log2(most))
         kind = torch.float64 if self.alone else torch.complex128
         width = rows**2 * (1 if self.alone else 2)
@@ -186,6 +187,8 @@ class Stack:
 
     def _make_room(self, count: int) -> None:
         if len(self.vectors) < count:
+            if self.vectors.is_cuda:  # made on another stream, maybe
+                self.vectors.record_stream(torch.cuda.current_stream())
             self.vectors = _larger(self.vectors, 2 * count)
             self.graphs.clear()  # they would use the smaller one
 
