@@ -37,11 +37,6 @@ from torch import Tensor
 from lipbound.bounds.rounding import gamma_complex
 
 
-def usual_shortfall(size: int) -> float:
-    """About the largest δ for matrices with 0 ⪯ A ⪯ I and a negligible remainder R."""
-    return 5.5 * gamma_complex(size + 4) * size
-
-
 def shortfall(matrices: Tensor, width: int) -> Tensor:
     """Bound how far below zero the eigenvalues of Hermitian matrices reach: δ, or ∞ if unknown.
 
@@ -68,8 +63,9 @@ def shortfall(matrices: Tensor, width: int) -> Tensor:
         refused.append(info)
         if stop < size:
             inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-            inverses.append(_frobenius(inverse))
-            offs.append(_frobenius(torch.baddbmm(identity, factor, inverse, beta=-1)))
+            inverses.append(torch.linalg.matrix_norm(inverse))
+            off = torch.baddbmm(identity, factor, inverse, beta=-1)
+            offs.append(torch.linalg.matrix_norm(off))
             torch.bmm(panel[:, width:], inverse.mH, out=below[:, stop:, start:stop])
     positive = (torch.stack(refused) == 0).all(0) & (torch.cat(pivots, 1) > 0).all(1)  # no NaN
     total = diagonal.sum(1)
@@ -81,8 +77,3 @@ def shortfall(matrices: Tensor, width: int) -> Tensor:
         whole = whole + (1 + 5 * error) * 8**0.5 * total.sqrt() * worst
     known = positive & whole.isfinite()
     return torch.where(known, whole * (1 + 1e-8) + 1e-290, math.inf)
-
-
-def _frobenius(matrices: Tensor) -> Tensor:
-    parts = torch.view_as_real(matrices) if matrices.is_complex() else matrices
-    return torch.linalg.vector_norm(parts.flatten(1), dim=1)

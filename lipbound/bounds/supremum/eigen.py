@@ -113,7 +113,7 @@ def top_by_products(doubled: Tensor, start: Tensor, steps: int) -> tuple[Tensor,
         Ritz values in double precision, and unit vectors in that of the matrices. Both may be NaN
         if the eigenvalues are far larger than 1.
     """
-    turned = doubled
+    turned = doubled  # 2M − I, whose eigenvalues are in [−1, 1]
     turned.diagonal(dim1=-2, dim2=-1).sub_(1)
     basis = torch.cat(_chebyshev(turned, start, steps), -1)  # (P, n, steps + 1)
     wide = basis.to(torch.complex128 if basis.is_complex() else torch.float64)

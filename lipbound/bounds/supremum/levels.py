@@ -15,9 +15,9 @@ rounding errors. By the lemma of :mod:`.search` the supremum is at most the larg
 σ1(F(c))/cos θ_c over cells that cover the torus. Cells without a factor are divided. Layers that
 still have some at the end are left to :class:`.search.Search`.
 
-On CUDA a level is captured as a graph when its shape and number of cells come for the second time,
-and replayed from then on. Numbers of cells are rounded up for this purpose. New weights of the same
-shapes are copied into the stacks of an earlier call.
+On CUDA the work of a level is captured as graphs, which are replayed from then on. Numbers of cells
+are rounded up to a few, see :meth:`.stack.Stack.sizes`, so that few graphs serve all levels. New
+weights of the same shapes are copied into the stacks of an earlier call.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def _stack(field: Field, owner: Integers, rtol: float, room: int) -> Stack:
 
 
 def _keep(stacks: Sequence[Stack]) -> None:
-    """Keep stacks on CUDA for the next network, as many as may; they go before older ones."""
+    """Keep stacks on CUDA for the next network, as many as their share of memory allows.
+
+    Older ones are dropped if there is no room for both.
+    """
     if not stacks:
         return
     device = stacks[0].field.device

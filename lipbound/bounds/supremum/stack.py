@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipbound.bounds.rounding import UNIT, cholesky_error
-from lipbound.bounds.supremum.blocked import shortfall, usual_shortfall
+from lipbound.bounds.supremum.blocked import shortfall
 from lipbound.bounds.supremum.eigen import top_by_products, wrapped
 from lipbound.bounds.supremum.field import CHUNK_BYTES, MOST, Field, Integers, even_slices
 from lipbound.bounds.supremum.peak import Peak
@@ -26,7 +26,7 @@ FIRST, STEPS, MATRIX = 12, 8, 32  # sizes of Krylov spaces: at first, later, for
 BLOCKED = 128  # rows from which factors are made of products
 CORNER = 32  # rows that a factor made of products factors itself
 SMALL = 1 << 13  # lag entries of a block below which every cell gathers its own
-LARGEST = 1 << 30  # bytes of complex matrices at once; more are no faster
+LARGEST = 1 << 30  # bytes of complex matrices handled at once, at most
 COARSE = 1e-4  # targets from which estimates in single precision and factors of products serve
 LATTICE = {0: 1, 1: 129, 2: 33, 3: 9}  # points per axis on which a climb looks for the maximum
 FINER = {0: 0, 1: 2, 2: 3, 3: 5}  # lattices, each around the best point of the one before
@@ -57,11 +57,8 @@ class Stack:
         self.layers, self.dims = int(owner[-1]) + 1, len(field.sizes)
         rows, send = field.rows, field.send
         self.factor = rows * (cholesky_error(rows) + 8 * UNIT)
-        usual = usual_shortfall(rows)
         coarse = rtol >= COARSE
-        self.blocked = coarse and rows >= BLOCKED and 4 * usual < 0.5 * rtol
-        if self.blocked:
-            self.factor = max(self.factor, usual)
+        self.blocked = coarse and rows >= BLOCKED
         self.positions, self.lags = send(field.positions), send(field.lags)
         self.owners, self.owner = owner, send(owner)
         self.alone = len(field.lags) == 1  # one tap: a real matrix at every frequency
@@ -189,7 +186,8 @@ class Stack:
         if len(self.vectors) < count:
             if self.vectors.is_cuda:  # made on another stream, maybe
                 self.vectors.record_stream(torch.cuda.current_stream())
-            self.vectors = _larger(self.vectors, 2 * count)
+            more = 2 * count - len(self.vectors)
+            self.vectors = torch.nn.functional.pad(self.vectors, (0, 0, 0, more))
             self.graphs.clear()  # they would use the smaller one
 
     def _whole(self, first: bool, packed: Tensor) -> tuple[Tensor]:
@@ -335,7 +333,7 @@ class Stack:
         gaps.diagonal(dim1=-2, dim2=-1).add_(1)
         if self.blocked:
             short = shortfall(gaps, CORNER)  # larger ones would cost too much width
-            short = torch.where(short <= max(self.factor, 0.01 * self.rtol), short, math.inf)
+            short = torch.where(short <= 0.01 * self.rtol, short, math.inf)
         else:  # δ = c·tr(I − s·FF*), at most n·c
             factor, info = torch.linalg.cholesky_ex(gaps)
             pivots = factor.diagonal(dim1=-2, dim2=-1).real
@@ -363,10 +361,3 @@ def _power(count: int) -> int:
         [1, 8, 8]
     """
     return 1 << (count - 1).bit_length()
-
-
-def _larger(vectors: Tensor, count: int) -> Tensor:
-    """A tensor of so many rows that begins with the given ones."""
-    larger = vectors.new_zeros(count, vectors.shape[1])
-    larger[: len(vectors)] = vectors
-    return larger
