@@ -6,39 +6,30 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lipbound.bounds.finite import attained, embedding, grid_maximum, single_tap_gain
 from lipbound.bounds.flat import flat
-from lipbound.bounds.rounding import UNIT, Scaled, double, gamma
+from lipbound.bounds.problems import Batch, Found, Problem, by_shape, normalised, wide
+from lipbound.bounds.rounding import UNIT, Scaled, gamma
 from lipbound.bounds.supremum import levels
 from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.field import LAG_BYTES, Field, lag_bytes
-from lipbound.bounds.supremum.peak import Peak
 from lipbound.bounds.supremum.search import Search
-from lipbound.geometry import (
-    Convolution,
-    Layer,
-    check_values,
-    convolution,
-    named_unchecked,
-    own_forward,
-)
+from lipbound.geometry import Layer, convolution, named_unchecked, own_forward
 from lipbound.results import Result, digits
 from lipbound.runtime import OutOfTime, Progress, check_time, in_pieces, piece, silent
-from lipbound.symbols import evaluate, taps
+from lipbound.symbols import evaluate
 
 SIDE_BY_SIDE = 1 << 32  # bytes of lags of different shapes at once
 TOGETHER = 1024  # layers of one shape at once; more are no faster and delay the progress bar
 # Kinds of devices on which all shapes are searched side by side, see supremum/levels.py. "cuda"
-# joins once it has been measured there: `benchmarks/brackets.py --levels`.
+# joins once `python -m verify campaign --parts levels --device cuda` finds nothing wrong there.
 BY_LEVELS: set[str] = set()
 LIMIT = 5e9  # limit of cells × (n³ + 1e5); a flat symbol of three axes would never end
 
@@ -81,98 +72,17 @@ class Bracket(Result):
         return f"{ends} ({what}, relative width {self.width:.1e})"
 
 
-@dataclass
-class _Problem:
-    """One layer's symbols, divided by a power of two, which is the product of ``scales``."""
-
-    conv: Convolution
-    taps: Tensor  # (groups, n, N, *m), n ≤ N, float64, no gradient
-    scales: tuple[float, float]
-    zero: bool  # whether the kernel is zero; its taps are then ones
-    spread: float  # largest deviation of a row's energy from the mean of its group, relative
-
-
 @torch.no_grad()
-def _problems(
-    convs: Mapping[str, Convolution], device: torch.device | str | None = None
-) -> dict[str, _Problem]:
-    """Normalise the symbols; layers of equal geometry are read together as groups of one layer.
-
-    A GPU is read twice, however many geometries there are.
-
-    Raises:
-        ValueError: If a kernel is not finite.
-    """
-    alike: dict[tuple[object, ...], list[str]] = {}
-    for name, conv in convs.items():
-        kernel = conv.kernel
-        kind = (kernel.shape, kernel.dtype, kernel.device, conv.groups, conv.symbol_stride())
-        alike.setdefault(kind, []).append(name)
-    stacks = []
-    for names in alike.values():
-        kernels = torch.cat([convs[name].kernel for name in names]).to(device)
-        first = convs[names[0]]
-        whole = replace(first, kernel=kernels, groups=first.groups * len(names))
-        stacks.append(_wide(double(taps(whole))).unflatten(0, (len(names), -1)))
-    largest = _read([torch.linalg.vector_norm(t.flatten(1), math.inf, dim=1) for t in stacks])
-    halves, spreads = [], []
-    for k, (names, most) in enumerate(zip(alike.values(), largest, strict=True)):
-        for name, value in zip(names, most, strict=True):
-            if not math.isfinite(value):
-                check_values(convs[name].kernel, name)
-        exponents = [math.frexp(value or 1.0)[1] - 1 for value in most]
-        halves.append([(2.0 ** (e // 2), 2.0 ** (e - e // 2)) for e in exponents])  # 2^-e overflows
-        for scale in torch.tensor(halves[k], dtype=torch.float64).to(stacks[k].device).unbind(1):
-            stacks[k] = stacks[k] / scale.reshape(-1, *[1] * (stacks[k].ndim - 1))
-        if 0 in most:
-            stacks[k][[value == 0 for value in most]] = 1.0
-        energies = torch.linalg.vector_norm(stacks[k].flatten(3), dim=3).square()
-        level = energies.mean(2, keepdim=True).clamp_min(1e-300)
-        spreads.append(((energies - level).abs() / level).amax((1, 2)))
-    problems = {}
-    known = zip(alike.values(), stacks, halves, largest, _read(spreads), strict=True)
-    for names, *stack in known:
-        for name, own, scales, most, spread in zip(names, *stack, strict=True):
-            problems[name] = _Problem(convs[name], own, scales, most == 0, spread)
-    return {name: problems[name] for name in convs}
-
-
-def _read(rows: Sequence[Tensor]) -> list[list[float]]:
-    """The values of vectors, which are copied from a device together."""
-    if not rows:
-        return []
-    values: list[float] = torch.cat([row.to(rows[0].device) for row in rows]).tolist()
-    ends = np.cumsum([0, *map(len, rows)]).tolist()
-    return [values[start:end] for start, end in pairwise(ends)]
-
-
-def _wide(taps: Tensor) -> Tensor:
-    return taps if taps.shape[1] <= taps.shape[2] else taps.transpose(1, 2)
-
-
-@dataclass
-class _Found:
-    """Result of the search for one layer, in normalised units."""
-
-    lower: float
-    upper: float
-    group: int
-    frequency: tuple[float, ...]
-    left: NDArray[np.complex128]
-    evaluations: int
-
-
-@torch.no_grad()
-def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> list[_Found]:
+def _search(problems: Sequence[Problem], rtol: float, polish: bool = False) -> list[Found]:
     """Solve problems, those of one shape together, as many at a time as memory allows."""
     results = {i: _flat(problem, rtol, polish) for i, problem in enumerate(problems)}
     rest = [i for i, known in results.items() if known is None]
     levelled, done = _searched_by_levels(problems, rest, rtol, polish)
-    for alike in _alike(problems, rest):
+    for alike in by_shape(problems, rest):
         left = [i for i in alike if i not in done]
         results |= {i: levelled[i] for i in alike if i in done}
         if left:
-            again = _searched(_Batch([problems[i] for i in left]), rtol, polish, len(alike))
+            again = _searched(Batch([problems[i] for i in left]), rtol, polish, len(alike))
             results |= dict(zip(left, again, strict=True))
         for i in left:
             found = results[i]
@@ -181,25 +91,7 @@ def _search(problems: Sequence[_Problem], rtol: float, polish: bool = False) -> 
     return [found for found in results.values() if found is not None]
 
 
-def _alike(
-    problems: Sequence[_Problem], chosen: Sequence[int], most: float = math.inf
-) -> list[list[int]]:
-    """Divide the chosen problems into batches of one shape, of at most so many blocks."""
-    batches: dict[tuple[int, ...], list[list[int]]] = {}
-    blocks: dict[tuple[int, ...], int] = {}
-    for i in chosen:
-        count, *shape = problems[i].taps.shape
-        kind = tuple(shape)
-        room = max(1, piece(LAG_BYTES) // 2 // lag_bytes(kind[0], kind[2:]))
-        if kind not in batches or blocks[kind] + count > min(room, most):
-            batches.setdefault(kind, []).append([])
-            blocks[kind] = 0
-        batches[kind][-1].append(i)
-        blocks[kind] += count
-    return [batch for same in batches.values() for batch in same]
-
-
-def _flat(problem: _Problem, rtol: float, polish: bool) -> _Found | None:
+def _flat(problem: Problem, rtol: float, polish: bool) -> Found | None:
     """Bracket a layer whose singular values are all equal, but for rounding.
 
     ``polish`` also finds the singular vector to which a gradient belongs, at frequency 0.
@@ -213,10 +105,10 @@ def _flat(problem: _Problem, rtol: float, polish: bool) -> _Found | None:
     if polish:
         symbol = problem.taps[group].reshape(*problem.taps.shape[1:3], -1).sum(2)
         left[:] = torch.linalg.eigh(symbol @ symbol.mT)[1][:, -1].cpu().numpy()
-    return _Found(lower, upper, group, (0.0,) * (problem.taps.ndim - 3), left, 1)
+    return Found(lower, upper, group, (0.0,) * (problem.taps.ndim - 3), left, 1)
 
 
-def _unsearched(problem: _Problem) -> _Found:
+def _unsearched(problem: Problem) -> Found:
     """Bound in one pass over the taps, without search: σ1(F) ≤ σ1(Σ|K|), bounded in two ways."""
     _, rows, columns, *sizes = problem.taps.shape
     sums = problem.taps.reshape(*problem.taps.shape[:3], -1).abs().sum(-1)  # (groups, n, N)
@@ -225,53 +117,10 @@ def _unsearched(problem: _Problem) -> _Found:
     upper = float(torch.minimum(energy, lines).amax())
     slack = 1 + gamma(math.prod(sizes) + rows * columns + 64)
     left = np.zeros(rows, dtype=np.complex128)
-    return _Found(0.0, upper * slack, 0, (0.0,) * len(sizes), left, 0)
+    return Found(0.0, upper * slack, 0, (0.0,) * len(sizes), left, 0)
 
 
-class _Batch:
-    """Problems of one shape whose symbols are searched together.
-
-    Attributes:
-        owner: ``(blocks,)``, the problem that each block belongs to.
-        first: ``(problems,)``, the first block of each.
-    """
-
-    def __init__(self, problems: Sequence[_Problem]):
-        self.problems = problems
-        counts = np.array([len(problem.taps) for problem in problems])
-        self.owner = np.arange(len(problems)).repeat(counts)
-        self.first = counts.cumsum() - counts
-
-    @property
-    def axes(self) -> tuple[bool, ...]:
-        """On which axes the symbols have several taps."""
-        return tuple(m > 1 for m in self.problems[0].taps.shape[3:])
-
-    def taps(self, dims: int | None = None) -> Tensor:
-        """The symbols; those of one tap may be seen as symbols on any number of axes."""
-        coefficients = torch.cat([problem.taps for problem in self.problems])
-        if dims is not None and not any(self.axes):
-            coefficients = coefficients.reshape(*coefficients.shape[:3], *[1] * dims)
-        return coefficients
-
-    def found(self, peak: Peak, upper: NDArray[np.float64], polish: bool) -> list[_Found]:
-        """What a search found for each problem."""
-        if polish:
-            peak.polish()
-        return [
-            _Found(
-                float(peak.lower[i]),
-                float(upper[i]),
-                int(peak.block[i] - self.first[i]),
-                tuple(peak.frequency[i, : len(self.axes)].tolist()),
-                peak.left[i],
-                int(peak.evaluations[i]),
-            )
-            for i in range(len(self.problems))
-        ]
-
-
-def _searched(batch: _Batch, rtol: float, polish: bool, layers: int) -> list[_Found]:
+def _searched(batch: Batch, rtol: float, polish: bool, layers: int) -> list[Found]:
     """Search one batch; without time for it, bound its layers without search.
 
     ``layers`` is the number of layers that share the limit of cells.
@@ -288,20 +137,20 @@ def _searched(batch: _Batch, rtol: float, polish: bool, layers: int) -> list[_Fo
 
 
 def _searched_by_levels(
-    problems: Sequence[_Problem], chosen: Sequence[int], rtol: float, polish: bool
-) -> tuple[dict[int, _Found], set[int]]:
+    problems: Sequence[Problem], chosen: Sequence[int], rtol: float, polish: bool
+) -> tuple[dict[int, Found], set[int]]:
     """Search the chosen problems side by side where the device is one for that.
 
     Returns:
         What was found, and the problems for which this is enough. The lower ends of the others are
         proved, and their upper ends are not.
     """
-    found: dict[int, _Found] = {}
+    found: dict[int, Found] = {}
     done: set[int] = set()
     if not chosen or problems[chosen[0]].taps.device.type not in BY_LEVELS:
         return found, done
-    alike = _alike(problems, chosen, levels.BLOCKS)
-    batches = [_Batch([problems[i] for i in batch]) for batch in alike]
+    alike = by_shape(problems, chosen, levels.BLOCKS)
+    batches = [Batch([problems[i] for i in batch]) for batch in alike]
     try:
         for dims, together in _rounds(batches):
             symbols = [batches[k].taps(dims) for k in together]
@@ -318,7 +167,7 @@ def _searched_by_levels(
     return found, done
 
 
-def _rounds(batches: Sequence[_Batch]) -> list[tuple[int, list[int]]]:
+def _rounds(batches: Sequence[Batch]) -> list[tuple[int, list[int]]]:
     """Numbers of axes, and the batches to search side by side, as many as memory allows.
 
     A search by levels takes symbols with taps on the same axes, and matrices beside them. It needs
@@ -406,7 +255,7 @@ def brackets(
         layers = dict(model)
     groups: dict[tuple[object, torch.device], list[str]] = {}
     convs = {name: named_unchecked(name, layer) for name, layer in layers.items()}
-    problems = _problems(convs, device)
+    problems = normalised(convs, device)
     for name, problem in problems.items():
         shape, place = problem.taps.shape[1:], problem.taps.device
         groups.setdefault((tuple(shape), place), []).append(name)
@@ -431,14 +280,14 @@ def _side_by_side(groups: Mapping[tuple[object, torch.device], list[str]]) -> li
     return list(places.values())
 
 
-def _bracketed(problems: Mapping[str, _Problem], rtol: float) -> dict[str, Bracket]:
+def _bracketed(problems: Mapping[str, Problem], rtol: float) -> dict[str, Bracket]:
     results = _search(list(problems.values()), rtol)
     pairs = zip(problems.items(), results, strict=True)
     return {name: _finish(problem, result, rtol) for (name, problem), result in pairs}
 
 
 @torch.no_grad()
-def _finish(problem: _Problem, found: _Found, rtol: float) -> Bracket:
+def _finish(problem: Problem, found: Found, rtol: float) -> Bracket:
     """Convert the normalised result to the layer: scale, padding, and the input size, if any."""
     conv, frequency = problem.conv, found.frequency
     tap_gain = single_tap_gain(conv)
@@ -500,11 +349,11 @@ def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
 def _spectral(layer: Layer, rtol: float, geometry: Mapping[str, object]) -> Tensor:
     conv = convolution(layer, **geometry)  # type: ignore[arg-type]
     scaled = Scaled(conv)
-    problem = _problems({"": conv})[""]
+    problem = normalised({"": conv})[""]
     found = _search([problem], rtol, polish=scaled.kernel.requires_grad)[0]
     upper = _finish(problem, found, rtol).upper / scaled.gain
     upper = upper / float(scaled.scale) * (1 + 8 * UNIT)
-    coefficients = _wide(scaled.taps())[found.group]
+    coefficients = wide(scaled.taps())[found.group]
     frequency = torch.tensor(found.frequency, dtype=torch.float64)
     left = torch.from_numpy(found.left).to(coefficients.device)
     value = _attained(coefficients, frequency, left)
