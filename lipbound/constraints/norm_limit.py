@@ -10,8 +10,10 @@ end of a bracket, so the norm is proved to be at most the limit.
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from lipbound.bounds import BOUNDS, bound, bracket
+from lipbound.bounds import BOUNDS, bound
 from lipbound.constraints.maps import MAPS
+from lipbound.constraints.scales import Limit, certified_scales, scaled
 from lipbound.estimates import Climb
 from lipbound.geometry import check_kernel, convolution, named
 from lipbound.modules import bake, shared_parameters
@@ -41,12 +44,13 @@ class Constrained(nn.Module):
             they are evaluated at every step. Or a name in ``MAPS``, which makes the weight from
             free parameters so that its norm is the limit, or less.
         rtol: Relative width of the certified bracket, by which the norm may be below the limit.
+        peers: The constraints of the same model, which this one joins.
     """
 
     frequency: Tensor
     left: Tensor
 
-    def __init__(self, layer: nn.Module, norm: float, method: str, rtol: float):
+    def __init__(self, layer: nn.Module, norm: float, method: str, rtol: float, peers: _Peers):
         super().__init__()
         if method not in BOUNDS and method not in MAPS:
             raise unknown("method", method, [*BOUNDS, *MAPS])
@@ -62,6 +66,8 @@ class Constrained(nn.Module):
         self.conv = replace(conv, kernel=conv.kernel[:0])
         self._layer = (layer,)  # in a tuple, so that it is not a submodule
         self._made_for = _geometry(layer)
+        self._peers = peers
+        peers.add(self)
         # Neither is saved: loaded weights are certified again. The scale is a Python number, so
         # that a change of the module's precision does not round it.
         self.scale = 1.0
@@ -101,12 +107,19 @@ class Constrained(nn.Module):
         Weights changed by hand after that are certified at the next call, but not by an export.
         """
         super().train(mode)
-        parametrize._cache.pop((id(self._layer[0]), "weight"), None)  # see parametrize.cached()
-        if not mode and parametrize.is_parametrized(self._layer[0], "weight"):
-            with torch.no_grad():
-                weight = self._mapped(self._layer[0].parametrizations["weight"].original)  # type: ignore
-            self._certify(weight)
+        self._renew()
         return self
+
+    def _renew(self, together: bool = True) -> None:
+        """Forget the weight of before; in eval mode, certify the one of now."""
+        parametrize._cache.pop((id(self._layer[0]), "weight"), None)  # see parametrize.cached()
+        weight = None if self.training else self._own_weight()
+        if weight is not None:
+            self._certify(weight, together)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._peers.add(self)  # those of a copied model are its own
 
     def _check_layer(self) -> None:
         """Check that the layer has not changed since :func:`constrain`.
@@ -173,47 +186,59 @@ class Constrained(nn.Module):
             self.left.copy_(left)
         return (values.amax() * conv.padding_gain()).clamp_min(1e-30)
 
-    @torch.no_grad()
-    def _certify(self, weight: Tensor) -> None:
-        """Set a scale for which the rounded product is proved to keep the limit.
+    def _certify(self, weight: Tensor, together: bool = True) -> None:
+        """Certify the scale unless it was certified for this weight.
 
-        The weight is compared entry by entry with the one certified before, because version
-        counters miss changes by fused optimizers and through ``.data``.
+        With ``together``, the other layers of the model whose weights have changed are certified
+        in the same search, because a model changes mode layer by layer.
         """
-        weight = weight.detach()
-        terms = (self.scale, self.norm, self.method, self.rtol)
-        if self._certified and self._certified[1:] == terms:
-            known = self._certified[0]
-            assert isinstance(known, Tensor)
-            same = known.dtype == weight.dtype and known.device == weight.device
-            if same and torch.equal(known, weight):
-                return
+        if self._is_certified(weight):
+            return
         check_kernel(weight)
-        kind, shrink = widened(weight).dtype, torch.finfo(weight.dtype).eps
-        scale = torch.ones((), dtype=kind)
-        while True:
-            conv = replace(self.conv, kernel=scaled(weight, float(scale)))
-            spectral = self.method == "spectral" or self.map is not None
-            upper = bracket(conv, self.rtol).upper if spectral else float(bound(conv, self.method))
-            if upper <= self.norm:
-                break
-            # The scale must always decrease, even if it or the weights are subnormal.
-            below = torch.nextafter(scale, torch.zeros_like(scale))
-            factor = min(self.norm / upper, 1 - shrink)
-            scale = torch.minimum((scale.double() * factor).to(kind), below)
-            shrink = min(2 * shrink, 0.5)
-        self.scale = float(scale)
-        self._certified = (weight.clone(), self.scale, self.norm, self.method, self.rtol)
+        found = [(self, weight.detach())]
+        for peer in self._peers if together else ():
+            own = None if peer is self else peer._own_weight()
+            if own is not None and not peer._is_certified(own) and bool(own.isfinite().all()):
+                found.append((peer, own))
+        limits = [
+            Limit(
+                replace(each.conv, kernel=own),
+                each.norm,
+                "spectral" if each.map is not None else each.method,
+                each.rtol,
+            )
+            for each, own in found
+        ]
+        for (each, own), scale in zip(found, certified_scales(limits), strict=True):
+            each.scale = scale
+            each._certified = (own.clone(), scale, each.norm, each.method, each.rtol)
+
+    def _is_certified(self, weight: Tensor) -> bool:
+        """Whether the scale was certified for this weight and the present terms.
+
+        The weight is compared entry by entry, because version counters miss changes by fused
+        optimizers and through ``.data``.
+        """
+        terms = (self.scale, self.norm, self.method, self.rtol)
+        if not self._certified or self._certified[1:] != terms:
+            return False
+        known = self._certified[0]
+        assert isinstance(known, Tensor)
+        same = known.dtype == weight.dtype and known.device == weight.device
+        return same and torch.equal(known, weight)
+
+    @torch.no_grad()
+    def _own_weight(self) -> Tensor | None:
+        """The weight before it is scaled; ``None`` if this is not registered on the layer."""
+        layer = self._layer[0]
+        if not parametrize.is_parametrized(layer, "weight"):
+            return None
+        made = layer.parametrizations["weight"]  # type: ignore[index]
+        registered = any(each is self for each in made)
+        return self._mapped(made.original).detach() if registered else None  # type: ignore
 
     def extra_repr(self) -> str:
         return f"norm={self.norm:g}, {self.method!r}"
-
-
-def scaled(weight: Tensor, scale: Tensor | float) -> Tensor:
-    """Multiply in float32 at least; return the product in the weight's precision."""
-    wide = widened(weight)
-    factor = scale.to(wide.dtype) if isinstance(scale, Tensor) else scale
-    return (wide * factor).to(weight.dtype)
 
 
 def _kind(layer: nn.Module) -> str:
@@ -229,9 +254,28 @@ def _geometry(layer: nn.Module) -> dict[str, object]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
 
 
+class _Peers:
+    """The constraints of one model, which are certified together. A copied model has its own."""
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[Constrained]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Peers, ()  # a copy is empty; the copied constraints join it
+
+    def __iter__(self) -> Iterator[Constrained]:
+        return (peer for member in self._members if (peer := member()) is not None)
+
+    def add(self, constraint: Constrained) -> None:
+        self._members.append(weakref.ref(constraint))
+
+
 def _loaded(module: Constrained, incompatible: object) -> None:
-    """Certify again after ``load_state_dict``, which loads the weight before this module."""
-    module.train(module.training)
+    """Certify again after ``load_state_dict``, which loads the weight before this module.
+
+    The weights of other layers may not be loaded yet.
+    """
+    module._renew(together=False)
 
 
 def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: float = 1e-3) -> M:
@@ -280,7 +324,8 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
             )
     for name, layer in found.items():
         named(name, layer)  # check all layers before the first one is changed
-    made = {name: _made(name, layer, norm, method, rtol) for name, layer in found.items()}
+    peers = _Peers()
+    made = {name: _made(name, layer, norm, method, rtol, peers) for name, layer in found.items()}
     free = [name for name, m in module.named_modules() if isinstance(m, _BatchNorm)]
     if free:
         warnings.warn(
@@ -290,15 +335,21 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
             f"bound, use none, and check the whole network with lipbound.audit",
             stacklevel=2,
         )
+    modes = {name: layer.training for name, layer in found.items()}
     for name, layer in found.items():  # all fit: nothing is left half done
-        parametrize.register_parametrization(layer, "weight", made[name].train(layer.training))
+        layer.training = True  # eval mode would certify one by one
+        parametrize.register_parametrization(layer, "weight", made[name])
+    for name, layer in found.items():
+        layer.train(modes[name])
     return module
 
 
-def _made(name: str, layer: nn.Module, norm: float, method: str, rtol: float) -> Constrained:
+def _made(
+    name: str, layer: nn.Module, norm: float, method: str, rtol: float, peers: _Peers
+) -> Constrained:
     """Make the parametrization of a layer, whose name begins the message of an error."""
     try:
-        return Constrained(layer, norm, method, rtol)
+        return Constrained(layer, norm, method, rtol, peers)
     except ValueError as error:
         raise ValueError(f"{name}: {error}" if name else str(error)) from None
 

@@ -10,7 +10,8 @@ from cases import LAYERS, build
 from torch import nn
 from torch.nn.utils import parametrize
 
-from lipbound import BOUNDS, bracket, constrain, exact, unconstrain
+from lipbound import BOUNDS, bracket, brackets, constrain, exact, unconstrain
+from lipbound.constraints import scales
 from lipbound.robust.models import SmallCNN
 
 
@@ -274,6 +275,63 @@ def test_loaded_weights_are_certified_before_an_export():
         graph = torch.export.export(layer, (x,)).module()
         torch.testing.assert_close(graph(x), copy.deepcopy(stored).eval()(x))
         assert bracket(layer).upper <= 1 + 1e-6
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Numbers of layers of the searches made from now on."""
+    counts = []
+
+    def counted(layers, *args):
+        counts.append(len(layers))
+        return brackets(layers, *args)
+
+    monkeypatch.setattr(scales, "brackets", counted)
+    return counts
+
+
+def test_layers_of_a_model_are_certified_together(searches):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3), nn.Linear(5, 6), nn.Conv2d(3, 4, 3)]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.mul_(9)
+    constrain(model, 0.5).eval()
+    assert searches[0] == 4
+    assert len(searches) < 4
+    assert all(found.upper <= 0.5 for found in brackets(model).values())
+    copied = copy.deepcopy(model)
+    searches.clear()
+    with torch.no_grad():
+        free(copied[1]).mul_(3)
+        free(model[0]).mul_(3)
+    copied.eval()
+    assert set(searches) == {1}, "the copy certifies its own layers, and only those that changed"
+    before = model[0].parametrizations.weight[0].scale
+    assert bracket(model[0]).upper <= 0.5
+    assert model[0].parametrizations.weight[0].scale < before
+
+
+def test_other_layers_do_not_disturb_a_certificate():
+    """Neither weights that are no numbers, nor layers that are limited no longer."""
+    model = constrain(nn.Sequential(*(nn.Conv2d(2, 2, 3) for _ in range(4))), 0.5)
+    with torch.no_grad():
+        free(model[1]).fill_(float("nan"))
+    unconstrain(model[2])
+    constrain(model[2], 2.0)
+    kept = model[3]
+    del model[3]
+    assert bracket(model[0].eval()).upper <= 0.5
+    assert bracket(kept.eval()).upper <= 0.5
+    with pytest.raises(ValueError, match="has 36 NaN"):
+        model.eval()
+
+
+def test_layers_constrained_in_eval_mode_are_certified_together(searches):
+    model = constrain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(5, 6)).eval(), 0.1)
+    assert searches[0] == 2
+    assert not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
