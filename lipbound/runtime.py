@@ -14,7 +14,9 @@ from textwrap import shorten
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 T = TypeVar("T")
@@ -188,6 +190,17 @@ def pick_device(name: str | None = None) -> torch.device:
             f"device {name!r} is not available ({first_line(error)}); use {here}"
         ) from None
     return device
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
+    """The values of float64 tensors, which are copied from a device in one go."""
+    if not tensors:
+        return []
+    first = tensors[0].device
+    whole = torch.cat([tensor.to(first).flatten() for tensor in tensors]).cpu().numpy()
+    cuts = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
+    parts = zip(np.split(whole, cuts), tensors, strict=True)
+    return [values.reshape(tensor.shape) for values, tensor in parts]
 
 
 def first_line(error: BaseException) -> str:

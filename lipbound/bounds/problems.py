@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from lipbound.bounds.rounding import double
 from lipbound.bounds.supremum.field import LAG_BYTES, lag_bytes
 from lipbound.bounds.supremum.peak import Peak
 from lipbound.geometry import Convolution, check_values
-from lipbound.runtime import piece
+from lipbound.runtime import piece, read_together
 from lipbound.symbols import taps
 
 
@@ -37,7 +36,7 @@ def normalised(
 ) -> dict[str, Problem]:
     """Normalise the symbols; layers of equal geometry are read together as groups of one layer.
 
-    A GPU is read twice, however many geometries there are.
+    A GPU is read once, however many geometries there are.
 
     Raises:
         ValueError: If a kernel is not finite.
@@ -53,37 +52,49 @@ def normalised(
         first = convs[names[0]]
         whole = replace(first, kernel=kernels, groups=first.groups * len(names))
         stacks.append(wide(double(taps(whole))).unflatten(0, (len(names), -1)))
-    largest = _read([torch.linalg.vector_norm(t.flatten(1), math.inf, dim=1) for t in stacks])
-    halves, spreads = [], []
-    for k, (names, most) in enumerate(zip(alike.values(), largest, strict=True)):
-        for name, value in zip(names, most, strict=True):
-            if not math.isfinite(value):
+    measured = read_together([_measures(stack) for stack in stacks])
+    halves = []
+    for names, values in zip(alike.values(), measured, strict=True):
+        for name, most in zip(names, values[:, 0], strict=True):
+            if not math.isfinite(most):
                 check_values(convs[name].kernel, name)
-        exponents = [math.frexp(value or 1.0)[1] - 1 for value in most]
+        exponents = np.frexp(np.where(values[:, 0] > 0, values[:, 0], 1.0))[1] - 1
         # In halves, because 2^-e may overflow.
-        halves.append([(2.0 ** (e // 2), 2.0 ** (e - e // 2)) for e in exponents])
-        for scale in torch.tensor(halves[k], dtype=torch.float64).to(stacks[k].device).unbind(1):
-            stacks[k] = stacks[k] / scale.reshape(-1, *[1] * (stacks[k].ndim - 1))
-        if 0 in most:
-            stacks[k][[value == 0 for value in most]] = 1.0
-        energies = torch.linalg.vector_norm(stacks[k].flatten(3), dim=3).square()
-        level = energies.mean(2, keepdim=True).clamp_min(1e-300)
-        spreads.append(((energies - level).abs() / level).amax((1, 2)))
-    problems = {}
-    known = zip(alike.values(), stacks, halves, largest, _read(spreads), strict=True)
-    for names, *stack in known:
-        for name, own, scales, most, spread in zip(names, *stack, strict=True):
-            problems[name] = Problem(convs[name], own, scales, most == 0, spread)
+        halves.append(np.ldexp(1.0, [exponents // 2, exponents - exponents // 2]).T)  # (layers, 2)
+    table = torch.from_numpy(np.concatenate(halves)) if halves else torch.empty(0, 2)
+    sent = {device: table.to(device) for device in {stack.device for stack in stacks}}
+    problems, at = {}, 0
+    for names, stack, values in zip(alike.values(), stacks, measured, strict=True):
+        scales = table[at : at + len(names)].tolist()
+        for half in sent[stack.device][at : at + len(names)].unbind(1):
+            stack = stack / half.reshape(-1, *[1] * (stack.ndim - 1))
+        spreads = _spreads(values[:, 1:].reshape(stack.shape[:3]))
+        for i, name in enumerate(names):
+            zero = bool(values[i, 0] == 0)
+            own = torch.ones_like(stack[i]) if zero else stack[i]
+            problems[name] = Problem(convs[name], own, tuple(scales[i]), zero, spreads[i])
+        at += len(names)
     return {name: problems[name] for name in convs}
 
 
-def _read(rows: Sequence[Tensor]) -> list[list[float]]:
-    """The values of vectors, which are copied from a device together."""
-    if not rows:
-        return []
-    values: list[float] = torch.cat([row.to(rows[0].device) for row in rows]).tolist()
-    ends = np.cumsum([0, *map(len, rows)]).tolist()
-    return [values[start:end] for start, end in pairwise(ends)]
+def _measures(stack: Tensor) -> Tensor:
+    """``(layers, 1 + groups·n)``: the largest entry of each layer, and the norm of every row."""
+    largest = torch.linalg.vector_norm(stack.flatten(1), math.inf, dim=1)
+    rows = torch.linalg.vector_norm(stack.flatten(3), dim=3).flatten(1)
+    return torch.cat([largest[:, None], rows], 1)
+
+
+def _spreads(norms: NDArray[np.float64]) -> list[float]:
+    """The ``spread`` of layers with these norms of rows ``(layers, groups, n)``.
+
+    It is 0 where squares under- or overflow, so that such a layer counts as perhaps flat.
+    """
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        energies = norms**2
+        level = energies.mean(2, keepdims=True)
+        apart = np.abs(energies / level - 1)
+    spreads: list[float] = np.nan_to_num(apart, nan=0.0, posinf=0.0).max((1, 2)).tolist()
+    return spreads
 
 
 def wide(taps: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from lipbound.bounds.supremum import levels, stack
 from lipbound.bounds.supremum.blocked import shortfall
 from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.eigen import top_by_products
-from lipbound.bounds.supremum.field import Field
 from lipbound.runtime import OutOfTime
 from lipbound.symbols import symbol
 from verify.layer_checks import claims
@@ -107,9 +106,11 @@ class ReadsNothing(TorchDispatchMode):
 def test_a_level_reads_nothing_back(monkeypatch, shape, width, room):
     """A graph could not be captured otherwise."""
     monkeypatch.setattr(stack, "BLOCKED", width)
-    field = Field(torch.randn(shape, dtype=torch.float64))
-    work = stack.Stack(field, np.arange(shape[0]), 1e-3, room)
-    cells = Cover([field.sizes] * shape[0]).start()
+    taps = torch.randn(shape, dtype=torch.float64)
+    work = stack.Stack(taps, np.arange(shape[0]), 1e-3, room)
+    with ReadsNothing():
+        work.load(taps)
+    cells = Cover([list(shape[3:])] * shape[0]).start()
     packed = torch.from_numpy(levels._packed(cells, cells.block, 7))
     for first in (True, False):
         with ReadsNothing():
@@ -186,7 +187,7 @@ def test_a_graph_that_does_nothing_is_noticed(monkeypatch, graphs):
     """The results of another call would prove nothing."""
     monkeypatch.setattr(Again, "replay", lambda self: None)
     layer = nn.Conv2d(9, 9, 3).double()
-    with pytest.raises(RuntimeError, match="results of an earlier level"):
+    with pytest.raises(RuntimeError, match="results of earlier work"):
         [bracket(layer) for _ in range(3)]
 
 

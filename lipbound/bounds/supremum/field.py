@@ -69,51 +69,61 @@ class Field:
         self.positions = indices(self.sizes).astype(float)  # (T, D)
         self.lags = half_lags(tuple(self.sizes))  # (L, D), 0 first
         self.keeps_lags = self.blocks * lag_bytes(self.rows, self.sizes) <= piece(LAG_BYTES)
-        if self.keeps_lags:
-            self._make_lags()
-        sums = self.taps.abs().sum(-1).flatten(1)
-        norms = [torch.linalg.vector_norm(t, dim=1) for t in (sums, self.taps.flatten(1))]
-        self._norms = torch.stack(norms)  # read when needed: a GPU may still be busy with the lags
+
+    def measures(self) -> Tensor:
+        """``(4, blocks)``: error, image_error, size and usual, on the device."""
+        length = self.columns * len(self.positions) + 2 * len(self.lags)
+        length += self.columns * self.rows + 64
+        error = gamma_complex(length) + symbol_error([2 * m for m in self.sizes]) * 4
+        inner = gamma_complex(self.rows + len(self.positions) + self.columns + 32)
+        image_error = 2 * (symbol_error(self.sizes) + inner)
+        size = torch.linalg.vector_norm(self.taps.abs().sum(-1).flatten(1), dim=1)
+        # λ1 of a random symbol with this energy (Marchenko and Pastur): the scale to begin with.
+        edge = (1 + math.sqrt(self.rows / self.columns)) ** 2 / self.rows
+        usual = edge * torch.linalg.vector_norm(self.taps.flatten(1), dim=1).square()
+        usual = torch.where(usual > 1e-290, usual, 1.0)  # its reciprocal is finite
+        return torch.stack([error * size.square(), image_error * size, size, usual])
 
     @cached_property
     def _read(self) -> Floats:
-        return self._norms.cpu().numpy()
+        return self.measures().cpu().numpy()
+
+    @property
+    def error(self) -> Floats:
+        return self._read[0]
+
+    @property
+    def image_error(self) -> Floats:
+        return self._read[1]
 
     @property
     def size(self) -> Floats:
-        return self._read[0]
+        return self._read[2]
 
     @cached_property
     def usual(self) -> Floats:
-        # λ1 of a random symbol with this energy (Marchenko and Pastur): the scale to begin with.
-        edge = (1 + math.sqrt(self.rows / self.columns)) ** 2
-        usual = edge * self._read[1] ** 2 / self.rows
-        return np.where(usual > 1e-290, usual, 1.0)  # its reciprocal is finite
+        return self._read[3]
 
-    @cached_property
-    def error(self) -> Floats:
-        angles = symbol_error([2 * m for m in self.sizes]) * 4
-        length = self.columns * len(self.positions) + 2 * len(self.lags)
-        length += self.columns * self.rows + 64
-        error: Floats = (gamma_complex(length) + angles) * self.size**2
-        return error
+    @property
+    def even(self) -> Tensor:
+        """``(blocks, L, n²)``: the lag matrices that belong to cosines."""
+        return self._lag_matrices[0]
 
-    @cached_property
-    def image_error(self) -> Floats:
-        inner = gamma_complex(self.rows + len(self.positions) + self.columns + 32)
-        return 2 * (symbol_error(self.sizes) + inner) * self.size
+    @property
+    def odd(self) -> Tensor | None:
+        """``(blocks, L − 1, n²)``: those that belong to sines; ``None`` for a single lag."""
+        return self._lag_matrices[1]
 
     @property
     def room(self) -> int:
         """Bytes that complex matrices handled at once may take."""
         return piece(CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"]))
 
-    def _make_lags(self) -> None:
-        """Set ``even`` (blocks, L, n²) and ``odd`` (blocks, L − 1, n²), for cosines and sines."""
+    @cached_property
+    def _lag_matrices(self) -> tuple[Tensor, Tensor | None]:
         count = len(self.positions)
         if 16 * count**2 * max(self.blocks * self.rows**2, len(self.lags)) <= self.room:
-            self._make_lags_at_once()
-            return
+            return self._lags_at_once()
         grid = self.taps.reshape(self.blocks, self.rows, self.columns, *self.sizes)
         even: list[Tensor] = []
         odd: list[Tensor] = []
@@ -126,18 +136,18 @@ class Field:
                 odd.append((product - product.mT).flatten(1))
             else:
                 even.append(product.flatten(1))
-        self.even = torch.stack(even, 1)
-        self.odd = torch.stack(odd, 1) if odd else None
+        return torch.stack(even, 1), torch.stack(odd, 1) if odd else None
 
-    def _make_lags_at_once(self) -> None:
+    def _lags_at_once(self) -> tuple[Tensor, Tensor | None]:
         """Compute all tap products at once, then sum equal lags by a matrix of 0, 1 and −1."""
         count = len(self.positions)
         taps = self.taps.permute(0, 3, 1, 2).flatten(1, 2)  # (blocks, T·n, N)
         products = (taps @ taps.mT).reshape(self.blocks, count, self.rows, count, self.rows)
         products = products.transpose(2, 3).reshape(self.blocks, count**2, self.rows**2)
-        sums = self.send(_equal_lags(tuple(self.sizes))) @ products
-        self.even = sums[:, : len(self.lags)]
-        self.odd = sums[:, len(self.lags) :] if len(self.lags) > 1 else None
+        even, odd = (_equal_lags(tuple(self.sizes), self.device) @ products).tensor_split(
+            [len(self.lags)], 1
+        )
+        return even, odd if len(self.lags) > 1 else None
 
     def flat_bound(self) -> Floats:
         r"""√(λ1(R_0) + Σ_{l≠0} ‖R_l‖_F) ≥ sup σ1(F), ``(blocks,)``: tight for flat symbols only.
@@ -273,12 +283,16 @@ def shifted(grid: Tensor, lag: list[int]) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _equal_lags(sizes: tuple[int, ...]) -> Floats:
-    """The matrix of 0, 1 and −1 that sums products of taps of equal lags: ``(2L − 1, T²)``."""
+def _equal_lags(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """The matrix of 0, 1 and −1 that sums products of taps of equal lags: ``(2L − 1, T²)``.
+
+    It stays on the device, because a graph cannot copy it there.
+    """
     positions, lags = indices(sizes), half_lags(sizes)
     apart = (positions[:, None] - positions).reshape(len(positions) ** 2, 1, len(sizes))
     plus, minus = ((apart == sign * lags).all(-1).T for sign in (1, -1))  # (L, T²)
-    return np.concatenate([plus | minus, plus[1:].astype(float) - minus[1:]])
+    sums = np.concatenate([plus | minus, plus[1:].astype(float) - minus[1:]])
+    return torch.from_numpy(sums).to(device)
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import count, pairwise
 from threading import Lock
 
@@ -36,12 +36,12 @@ from torch import Tensor
 
 from lipbound.bounds.rounding import UNIT
 from lipbound.bounds.supremum.cells import Cover, Diamonds
-from lipbound.bounds.supremum.field import Field, Floats, Integers
+from lipbound.bounds.supremum.field import Floats, Integers
 from lipbound.bounds.supremum.peak import Peak
 from lipbound.bounds.supremum.search import parts
 from lipbound.bounds.supremum.stack import Stack, room
 from lipbound.cuda_graphs import device_memory, on_streams
-from lipbound.runtime import OutOfTime, check_time
+from lipbound.runtime import OutOfTime, check_time, read_together
 
 LEVELS = 10  # at most
 MOST = 5_000  # cells of a layer left open, beyond which the layer is left undone
@@ -59,13 +59,9 @@ def release() -> None:
         _kept.clear()
 
 
-def _stack(field: Field, owner: Integers, rtol: float, room: int) -> Stack:
-    free = _kept.get(_kind(field, owner, rtol, room))
-    if not free:
-        return Stack(field, owner, rtol, room)
-    stack = free.pop()
-    stack.load(field)
-    return stack
+def _stack(taps: Tensor, owner: Integers, rtol: float, room: int) -> Stack:
+    free = _kept.get(_kind(taps.device, taps.shape, owner, rtol, room))
+    return free.pop() if free else Stack(taps, owner, rtol, room)
 
 
 def _keep(stacks: Sequence[Stack]) -> None:
@@ -86,13 +82,15 @@ def _keep(stacks: Sequence[Stack]) -> None:
     if chosen and taken + sum(other.bytes for other in others) > share:
         _kept.clear()
     for stack in chosen:
-        _kept.setdefault(_kind(stack.field, stack.owners, stack.rtol, stack.room), []).append(stack)
+        kind = _kind(device, stack.shape, stack.owners, stack.rtol, stack.room)
+        _kept.setdefault(kind, []).append(stack)
 
 
-def _kind(field: Field, owner: Integers, rtol: float, room: int) -> Hashable:
-    shape = field.taps.shape, tuple(field.sizes)
+def _kind(
+    device: torch.device, shape: torch.Size, owner: Integers, rtol: float, room: int
+) -> Hashable:
     inference = torch.is_inference_mode_enabled()  # its tensors cannot be changed outside of it
-    return field.device, *shape, owner.tobytes(), rtol, room, inference
+    return device, shape, owner.tobytes(), rtol, room, inference
 
 
 @dataclass
@@ -118,10 +116,11 @@ def search(symbols: Sequence[Tensor], owners: Sequence[Integers], rtol: float) -
     device = symbols[0].device
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with _lock, here:
-        fields = [Field(taps) for taps in symbols]  # all are enqueued before the first is read
-        share = room(device, len(fields))
-        stacks = [_stack(field, owner, rtol, share)
-                  for field, owner in zip(fields, owners, strict=True)]  # fmt: skip
+        share = room(device, len(symbols))
+        stacks = [_stack(taps, owner, rtol, share)
+                  for taps, owner in zip(symbols, owners, strict=True)]  # fmt: skip
+        on_streams([partial(stack.load, taps)
+                    for stack, taps in zip(stacks, symbols, strict=True)])  # fmt: skip
         results = _Together(stacks, rtol).run()
         _keep([stack for stack in stacks if stack.pool is not None])
     return results
@@ -140,7 +139,6 @@ class _Together:
         self.owner = np.concatenate(
             [stack.owners + own.start for stack, own in zip(stacks, self.layers, strict=True)]
         )
-        self.error = np.concatenate([stack.field.error for stack in stacks])
         self.cover = Cover([s.field.sizes for s in stacks for _ in range(s.field.blocks)])
         self.upper: Floats = np.zeros(ends[-1])
         self.lower: Floats = np.zeros(ends[-1])
@@ -161,10 +159,19 @@ class _Together:
             self._give_up(self.owner[cells.block], proved, level)
             left = ~proved & self.done[self.owner[cells.block]]
             cells = self._divided(cells[left], value[left]) if left.any() else None
+        states = read_together([stack.state() for stack in self.stacks])
         return [
-            Searched(stack.peak(self.evaluations[own]), self.upper[own], self.done[own])
-            for stack, own in zip(self.stacks, self.layers, strict=True)
+            Searched(stack.peak(state, self.evaluations[own]), self.upper[own], self.done[own])
+            for stack, state, own in zip(self.stacks, states, self.layers, strict=True)
         ]
+
+    @cached_property
+    def error(self) -> Floats:
+        """``(blocks,)`` the ``error`` of each; the first level is enqueued before it is read."""
+        loaded = read_together([stack.loaded for stack in self.stacks])
+        for (number, *_), stack in zip(loaded, self.stacks, strict=True):
+            _check_new(number, stack.loads)
+        return np.concatenate([errors for _, *errors in loaded])
 
     def _level(self, cells: Diamonds, first: bool) -> tuple[Floats, NDArray[np.bool_]]:
         """Run one level; return estimates of λ1(FF*), and whether each cell is proved.
@@ -177,11 +184,7 @@ class _Together:
         call = next(_calls)
         answers = self._on_device(_packed(cells, self.number[cells.block], call), edges, first)
         given, value, short, scale = np.concatenate([cut for cut, _ in answers.values()], 1)
-        if (given != call).any():
-            raise RuntimeError(
-                "the device answered with the results of an earlier level, which prove nothing; "
-                "please report this with the versions of PyTorch and CUDA"
-            )
+        _check_new(given, call)
         for i, (_, lower) in answers.items():
             self.lower[self.layers[i]] = lower
         proved = np.isfinite(short) & (scale > 0)
@@ -237,6 +240,19 @@ class _Together:
         if divided is None:
             self.done[layer] = False
         return divided
+
+
+def _check_new(given: Floats, number: int) -> None:
+    """Check that the device answered with the number of the work that it was given.
+
+    Raises:
+        RuntimeError: If it did not.
+    """
+    if (given != number).any():
+        raise RuntimeError(
+            "the device answered with the results of earlier work, which prove nothing; please "
+            "report this with the versions of PyTorch and CUDA"
+        )
 
 
 def _packed(cells: Diamonds, number: Integers, call: int) -> Floats:

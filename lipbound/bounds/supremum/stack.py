@@ -17,7 +17,7 @@ from torch import Tensor
 from lipbound.bounds.rounding import UNIT, cholesky_error
 from lipbound.bounds.supremum.blocked import shortfall
 from lipbound.bounds.supremum.eigen import top_by_products, wrapped
-from lipbound.bounds.supremum.field import CHUNK_BYTES, MOST, Field, Integers, even_slices
+from lipbound.bounds.supremum.field import CHUNK_BYTES, MOST, Field, Floats, Integers, even_slices
 from lipbound.bounds.supremum.peak import Peak
 from lipbound.cuda_graphs import captured, device_memory, graph_pool, warn_uncaptured
 from lipbound.runtime import piece, ran_out
@@ -39,7 +39,7 @@ class Stack:
     they are from one level to the next, and from one network to the next, as graphs need it.
 
     Args:
-        field: The symbols.
+        taps: Symbols ``(blocks, n, N, *m)``. Only their form counts, until they are loaded.
         owner: ``(blocks,)`` layer that each block belongs to, ascending.
         rtol: Target relative width, upper/lower − 1.
         room: Bytes that complex matrices handled at once may take.
@@ -52,8 +52,9 @@ class Stack:
         vectors: ``(cells, n)`` vectors that belong to the estimates of the last level.
     """
 
-    def __init__(self, field: Field, owner: Integers, rtol: float, room: int):
-        self.rtol, self.room = rtol, room
+    def __init__(self, taps: Tensor, owner: Integers, rtol: float, room: int):
+        self.field = field = Field(taps)
+        self.shape, self.rtol, self.room, self.loads = taps.shape, rtol, room, 0
         self.layers, self.dims = int(owner[-1]) + 1, len(field.sizes)
         rows, send = field.rows, field.send
         self.factor = rows * (cholesky_error(rows) + 8 * UNIT)
@@ -89,25 +90,33 @@ class Stack:
         self.graphs: dict[tuple[str, bool, bool, int], Any] = {}
         self.warm: set[tuple[str, bool, bool]] = set()  # what ran before, as a capture asks for
         self.pool = graph_pool(field.device)
-        self.load(field)
 
-    def load(self, field: Field) -> None:
-        """Take the symbols of a field of the same shape, and forget what was attained."""
-        self.field = field
-        self.taps.copy_(field.taps)
-        self.numbers.copy_(
-            field.send(np.stack([field.error, field.usual, field.size, field.image_error]))
-        )
-        if field.odd is None:
-            self.matrix.copy_(field.even)
+    def load(self, taps: Tensor) -> None:
+        """Take symbols of the same shape, and forget what was attained.
+
+        This sets ``loaded`` to the number of the load and the ``error`` of each block.
+        """
+        self.field, self.loads = Field(taps), self.loads + 1
+        self.taps.copy_(self.field.taps)
+        number = torch.full_like(self.numbers[0, :1], self.loads)
+        (self.loaded,) = self._repeated(self._prepare, False, number)
+
+    def _prepare(self, first: bool, number: Tensor) -> tuple[Tensor]:
+        """Compute the lags; return the number, and the ``error`` of each block."""
+        field = Field(self.taps.reshape(self.shape))
+        self.numbers.copy_(field.measures())
+        even, odd = field.even, field.odd
+        if odd is None:
+            self.matrix.copy_(even)
         else:  # cosines times even lags are the real parts, sines times odd ones the imaginary
             parts = self.matrix.unflatten(2, (-1, 2))
-            parts[:, : len(field.lags), :, 0] = field.even
-            parts[:, len(field.lags) :, :, 1] = field.odd
+            parts[:, : len(field.lags), :, 0] = even
+            parts[:, len(field.lags) :, :, 1] = odd
         if self.rough is not self.matrix:
             self.rough.copy_(self.matrix)
         for state in (self.lower, self.block, self.frequency, self.left):
             state.zero_()
+        return (torch.cat([number, self.numbers[0]]),)
 
     def sizes(self, count: int) -> list[int]:
         """How many cells are handled at once, when there are so many.
@@ -204,12 +213,15 @@ class Stack:
             return self.random.expand(len(packed), -1)
         return self.vectors[packed[:, self.dims + 3].long()]
 
-    def peak(self, evaluations: Integers) -> Peak:
-        """The best values attained, read from the device."""
-        peak = Peak(self.field, self.owners, self.layers, self.rtol, moves=True)
+    def state(self) -> Tensor:
+        """The best value of every layer, its block, frequency and vector: ``(layers, ...)``."""
         left = torch.view_as_real(self.left.to(torch.complex128)).flatten(1)
         numbers = torch.stack([self.lower, self.block.double()], 1)
-        known = torch.cat([numbers, self.frequency, left], 1).cpu().numpy()  # one read
+        return torch.cat([numbers, self.frequency, left], 1)
+
+    def peak(self, known: Floats, evaluations: Integers) -> Peak:
+        """The best values attained, from :meth:`state` as read by the host."""
+        peak = Peak(self.field, self.owners, self.layers, self.rtol, moves=True)
         peak.lower, peak.block = known[:, 0].copy(), known[:, 1].astype(np.int64)
         peak.frequency = wrapped(known[:, 2 : 2 + self.dims])
         peak.left = np.ascontiguousarray(known[:, 2 + self.dims :]).view(np.complex128)
@@ -241,7 +253,7 @@ class Stack:
         """Estimate λ1(FF*) at cells, with the vectors that belong to the estimates."""
         frequency, block = packed[:, : self.dims], packed[:, self.dims + 2].long()
         lower = self.lower[self.owner[block]]
-        usual = self.numbers[1, block]
+        usual = self.numbers[3, block]
         level = torch.where(lower > 0, lower.square(), usual).clamp_min(1e-290)
         twice = self._grams(block, frequency, 2 / level, self.rough)
         value, vectors = top_by_products(twice, start, FIRST if first else STEPS)
@@ -303,7 +315,7 @@ class Stack:
         """Keep ‖F(ω)*u‖/‖u‖, rounded down, where it is a layer's best; see :class:`.peak.Peak`."""
         norm = torch.linalg.vector_norm(left, dim=-1)
         lower = torch.linalg.vector_norm(image, dim=-1) / norm * (1 - 64 * UNIT)
-        lower = lower - self.numbers[3, block]
+        lower = lower - self.numbers[1, block]
         better = lower > self.lower  # never for NaN
         self.lower.copy_(torch.where(better, lower, self.lower))
         self.block.copy_(torch.where(better, block, self.block))
