@@ -120,10 +120,16 @@ class Field:
         return piece(CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"]))
 
     @cached_property
+    def sums(self) -> Tensor | None:
+        """The matrix that makes lags of all products of taps; ``None`` if these are too many."""
+        products = len(self.positions) ** 2 * max(self.blocks * self.rows**2, len(self.lags))
+        fits = 16 * products <= self.room
+        return _equal_lags(tuple(self.sizes), self.device) if fits else None
+
+    @cached_property
     def _lag_matrices(self) -> tuple[Tensor, Tensor | None]:
-        count = len(self.positions)
-        if 16 * count**2 * max(self.blocks * self.rows**2, len(self.lags)) <= self.room:
-            return self._lags_at_once()
+        if self.sums is not None:
+            return self._lags_at_once(self.sums)
         grid = self.taps.reshape(self.blocks, self.rows, self.columns, *self.sizes)
         even: list[Tensor] = []
         odd: list[Tensor] = []
@@ -138,15 +144,13 @@ class Field:
                 even.append(product.flatten(1))
         return torch.stack(even, 1), torch.stack(odd, 1) if odd else None
 
-    def _lags_at_once(self) -> tuple[Tensor, Tensor | None]:
+    def _lags_at_once(self, sums: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute all tap products at once, then sum equal lags by a matrix of 0, 1 and −1."""
         count = len(self.positions)
         taps = self.taps.permute(0, 3, 1, 2).flatten(1, 2)  # (blocks, T·n, N)
         products = (taps @ taps.mT).reshape(self.blocks, count, self.rows, count, self.rows)
         products = products.transpose(2, 3).reshape(self.blocks, count**2, self.rows**2)
-        even, odd = (_equal_lags(tuple(self.sizes), self.device) @ products).tensor_split(
-            [len(self.lags)], 1
-        )
+        even, odd = (sums @ products).tensor_split([len(self.lags)], 1)
         return even, odd if len(self.lags) > 1 else None
 
     def flat_bound(self) -> Floats:

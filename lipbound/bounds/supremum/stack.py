@@ -104,6 +104,7 @@ class Stack:
     def _prepare(self, first: bool, number: Tensor) -> tuple[Tensor]:
         """Compute the lags; return the number, and the ``error`` of each block."""
         field = Field(self.taps.reshape(self.shape))
+        self.sums = field.sums  # a graph reads it, so it must stay
         self.numbers.copy_(field.measures())
         even, odd = field.even, field.odd
         if odd is None:
