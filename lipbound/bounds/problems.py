@@ -159,15 +159,20 @@ class Batch:
         return coefficients
 
     def found(self, peak: Peak, upper: NDArray[np.float64], polish: bool) -> list[Found]:
-        """What a search found for each problem."""
+        """What a search found for each problem.
+
+        It may have seen symbols of one tap on another number of axes; their frequencies are zero.
+        """
         if polish:
             peak.polish()
+        axes = len(self.axes)
+        frequency = np.pad(peak.frequency, ((0, 0), (0, axes)))[:, :axes].tolist()
         return [
             Found(
                 float(peak.lower[i]),
                 float(upper[i]),
                 int(peak.block[i] - self.first[i]),
-                tuple(peak.frequency[i, : len(self.axes)].tolist()),
+                tuple(frequency[i]),
                 peak.left[i],
                 int(peak.evaluations[i]),
             )

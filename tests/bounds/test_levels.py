@@ -11,8 +11,11 @@ from cases import ROUNDING
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lipbound
 from lipbound import bracket, brackets
 from lipbound.bounds import certified
+from lipbound.bounds.certified import spectral
+from lipbound.bounds.problems import normalised
 from lipbound.bounds.supremum import levels, stack
 from lipbound.bounds.supremum.blocked import shortfall
 from lipbound.bounds.supremum.cells import Cover
@@ -242,14 +245,35 @@ def test_matrices_are_searched_beside_convolutions(monkeypatch, by_levels):
 
     plain = levels.search
     monkeypatch.setattr(levels, "search", search)
-    model = nn.Sequential(nn.Linear(9, 7), nn.Conv2d(7, 9, 1), nn.Conv2d(3, 4, 3)).double()
+    points = [nn.Linear(9, 7), nn.Conv2d(7, 9, 1), nn.Conv3d(7, 8, 1)]
+    model = nn.Sequential(*points, nn.Conv2d(3, 4, 3)).double()
     found = brackets(model)
-    assert searches == [[[1, 1], [1, 1], [3, 3]]]
-    for layer, name in zip(model[:2], "01", strict=True):
+    assert searches == [[[1, 1], [1, 1], [1, 1], [3, 3]]]
+    for layer, name in zip(points, "012", strict=True):
         true = float(torch.linalg.matrix_norm(layer.weight.flatten(1), 2))
         assert found[name].lower <= true * (1 + 1e-14)
         assert found[name].upper >= true * (1 - 1e-14)
-    assert [len(found[name].frequency) for name in "012"] == [0, 2, 2]
+    assert [len(found[name].frequency) for name in "0123"] == [0, 2, 3, 2]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_vectors_lie_where_torch_can_read_them(by_levels, dims):
+    """It fails on complex numbers at addresses that are not multiples of 16."""
+    draw = torch.Generator().manual_seed(0)
+    kernel = torch.randn(2, 2, *[3] * dims, dtype=torch.float64, generator=draw)
+    (problem,) = normalised({"": lipbound.convolution(kernel)}).values()
+    found = certified._search([problem], 1e-3)[0]
+    assert found.left.ctypes.data % 16 == 0
+    assert float(spectral(kernel)) <= bracket(kernel).lower * (1 + 1e-3)
+
+
+def test_no_factor_proves_a_cell_that_reaches_a_right_angle(monkeypatch, by_levels):
+    """The cosine in the lemma would not be positive."""
+    monkeypatch.setattr(stack.Stack, "_scales", lambda self, block, cosine: 0 * cosine + 1e-9)
+    kernel = torch.ones(1, 1, 2, 2, 2, dtype=torch.float64)
+    monkeypatch.setattr(levels, "LEVELS", 1)
+    (result,) = levels.search([kernel[None]], [np.zeros(1, dtype=int)], 1e-3)
+    assert not result.done.any()
 
 
 def test_what_levels_leave_undone_is_searched(monkeypatch, by_levels):

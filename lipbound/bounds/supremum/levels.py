@@ -22,6 +22,7 @@ weights of the same shapes are copied into the stacks of an earlier call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -187,7 +188,7 @@ class _Together:
         _check_new(given, call)
         for i, (_, lower) in answers.items():
             self.lower[self.layers[i]] = lower
-        proved = np.isfinite(short) & (scale > 0)
+        proved = np.isfinite(short) & (scale > 0) & (cells.angle < math.pi / 2)
         block = cells.block[proved]
         short = short[proved]
         square = (1 + short + 16 * UNIT) / scale[proved] + self.error[block] * (1 + 2 * short)

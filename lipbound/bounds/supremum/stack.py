@@ -225,7 +225,8 @@ class Stack:
         peak = Peak(self.field, self.owners, self.layers, self.rtol, moves=True)
         peak.lower, peak.block = known[:, 0].copy(), known[:, 1].astype(np.int64)
         peak.frequency = wrapped(known[:, 2 : 2 + self.dims])
-        peak.left = np.ascontiguousarray(known[:, 2 + self.dims :]).view(np.complex128)
+        # A copy, because torch fails on complex numbers at addresses that are not multiples of 16.
+        peak.left = known[:, 2 + self.dims :].copy().view(np.complex128)
         peak.evaluations = evaluations
         return peak
 
@@ -347,7 +348,7 @@ class Stack:
         if self.blocked:
             short = shortfall(gaps, CORNER)  # larger ones would cost too much width
             short = torch.where(short <= 0.01 * self.rtol, short, math.inf)
-        else:  # δ = c·tr(I − s·FF*), at most n·c
+        else:  # δ = c·tr(I − s·FF*); the trace is at most n, beyond the error of FF*
             factor, info = torch.linalg.cholesky_ex(gaps)
             pivots = factor.diagonal(dim1=-2, dim2=-1).real
             positive = (info == 0) & (pivots > 0).all(1)  # not so for NaN
