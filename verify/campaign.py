@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from lipbound import files
+from lipbound.bounds.supremum import levels
 from lipbound.runtime import pick_device
 from verify.layer_checks import check_layers
 from verify.network_checks import check_networks
@@ -159,8 +160,9 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def work(pipe: Any) -> None:
-    """Run a worker: receive tasks and send records until the pipe closes."""
+def work(pipe: Any, workers: int) -> None:
+    """Run one of so many workers: receive tasks and send records until the pipe closes."""
+    levels.KEPT /= workers  # they share a GPU
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # PyTorch warns about unusual layers
@@ -187,7 +189,7 @@ def campaign(path: Path, chosen: argparse.Namespace) -> list[str]:
     try:
         for _ in range(chosen.workers):
             mine, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs,), daemon=True)
+            process = context.Process(target=work, args=(theirs, chosen.workers), daemon=True)
             process.start()
             theirs.close()
             busy[mine] = process

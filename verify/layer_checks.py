@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lipbound import BOUNDS, Bracket, Penalty, bound, brackets, constrain, convolution
 from lipbound.bounds import certified
+from lipbound.geometry import Convolution
 from verify.oracles import Symbols, operator_norms
 from verify.random_layers import Stack, counted, module, random_stack
 from verify.shrinking import reproduction, shrink, simpler_layers
@@ -167,11 +168,14 @@ def _levels(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable
     """Hold brackets by levels on the stack's device against the plain search on a processor.
 
     The supremum lies in both, so neither may lie beyond the other. The widths may exceed ``rtol``
-    where those of the plain search do, because floats are too coarse for it.
+    where those of the plain search do, because floats are too coarse for it. On a GPU other weights
+    come first, so that graphs are captured for them and replayed for those that are checked.
     """
-    rtol, usual = stack.settings.rtol, certified.BY_LEVELS
+    rtol, usual, device = stack.settings.rtol, certified.BY_LEVELS, stack.kernels[0].device.type
     try:
-        certified.BY_LEVELS = {stack.kernels[0].device.type}
+        certified.BY_LEVELS = {device}
+        for _ in range(2 if device == "cuda" else 0):
+            brackets({name: _changed(layer) for name, layer in _named(layers).items()}, rtol)
         found = list(brackets(_named(layers), rtol).values())
         certified.BY_LEVELS = set()
         plain = list(brackets(_named(layers), rtol, device="cpu").values())
@@ -185,6 +189,12 @@ def _levels(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable
     yield from _both_ends("levels", found, torch.maximum(known.any_size, attained), attained)
     yield from _both_ends("levels, plain", found, below, above)
     yield Claim("levels, width", [b.width for b in found], widths, upper=False)
+
+
+def _changed(layer: nn.Module) -> Convolution:
+    """The layer with other weights."""
+    conv = convolution(layer)
+    return replace(conv, kernel=conv.kernel * (0.5 + 0.5 * torch.rand_like(conv.kernel)))
 
 
 def _share(layers: Sequence[Any], part: int) -> Sequence[Any]:

@@ -27,6 +27,7 @@ BLOCKED = 128  # rows from which factors are made of products
 CORNER = 32  # rows that a factor made of products factors itself
 SMALL = 1 << 13  # lag entries of a block below which every cell gathers its own
 LARGEST = 1 << 30  # bytes of complex matrices handled at once, at most
+POOL = 64 << 20  # bytes of a pool beside its tensors: cuBLAS workspaces, and room not used
 COARSE = 1e-4  # targets from which estimates in single precision and factors of products serve
 LATTICE = {0: 1, 1: 129, 2: 33, 3: 9}  # points per axis on which a climb looks for the maximum
 FINER = {0: 0, 1: 2, 2: 3, 3: 5}  # lattices, each around the best point of the one before
@@ -190,7 +191,8 @@ class Stack:
     def bytes(self) -> int:
         """About what the stack and its graphs take."""
         cells = 16 * min(self.chunk, self.most) * self.field.rows**2
-        return 16 * (self.matrix.numel() + self.taps.numel()) + 4 * cells  # the field's own too
+        own = 16 * (self.matrix.numel() + self.taps.numel())  # with what makes the lags
+        return own + 4 * cells + (POOL if self.graphs else 0)
 
     def _make_room(self, count: int) -> None:
         if len(self.vectors) < count:
