@@ -303,6 +303,7 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
         TypeError: If a layer overrides ``forward``, so that it may not use its weight unchanged.
 
     Example:
+        >>> from lipbound import bracket
         >>> layer = constrain(nn.Conv2d(3, 8, 3, stride=2)).eval()
         >>> bracket(layer).upper <= 1.000001
         True
@@ -358,6 +359,7 @@ def unconstrain(module: M) -> M:
     """Undo :func:`constrain`; the plain weights left are certified to keep the limit.
 
     Example:
+        >>> from lipbound import bracket
         >>> layer = unconstrain(constrain(nn.Conv2d(3, 8, 3), 0.5))
         >>> type(layer.weight).__name__, bracket(layer).upper <= 0.500001
         ('Parameter', True)
