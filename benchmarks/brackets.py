@@ -45,7 +45,7 @@ from lipbound.paper.speed import gram_iteration
 from lipbound.robust.training.trained import load_trained
 from lipbound.symbols import taps
 
-RUNS = {"cpu": (1, 2), "cuda": (16, 15)}  # runs that are not counted, and runs that are
+RUNS = {"cpu": (1, 2), "cuda": (16, 15)}  # default numbers of warm-up runs and of timed runs
 
 
 def seconds(run, chosen, clock, renew=lambda: None) -> tuple[list[float], object]:
@@ -157,8 +157,12 @@ def main() -> None:
         "--weights", help="safetensors with torchvision's names; missing layers are left out"
     )
     parser.add_argument("--run", type=Path, help="use a network of `lipbound train` instead")
-    parser.add_argument("--warm", type=int, help="calls that are not counted (CPU 1, GPU 16)")
-    parser.add_argument("--repeats", type=int, help="calls that are (CPU 2, GPU 15)")
+    parser.add_argument(
+        "--warm", type=int, help="number of calls before those that are timed (CPU 1, GPU 16)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="number of calls that are timed (CPU 2, GPU 15)"
+    )
     search = parser.add_mutually_exclusive_group()
     search.add_argument(
         "--levels", action="store_true", help="search level by level, as written for a GPU"
