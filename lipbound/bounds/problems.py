@@ -61,20 +61,29 @@ def normalised(
         exponents = np.frexp(np.where(values[:, 0] > 0, values[:, 0], 1.0))[1] - 1
         # In halves, because 2^-e may overflow.
         halves.append(np.ldexp(1.0, [exponents // 2, exponents - exponents // 2]).T)  # (layers, 2)
-    table = torch.from_numpy(np.concatenate(halves)) if halves else torch.empty(0, 2)
-    sent = {device: table.to(device) for device in {stack.device for stack in stacks}}
-    problems, at = {}, 0
-    for names, stack, values in zip(alike.values(), stacks, measured, strict=True):
-        scales = table[at : at + len(names)].tolist()
-        for half in sent[stack.device][at : at + len(names)].unbind(1):
+    scales = _sent_together(halves, [stack.device for stack in stacks])
+    problems = {}
+    known = zip(alike.values(), stacks, measured, halves, scales, strict=True)
+    for names, stack, values, pairs, sent in known:
+        for half in sent.unbind(1):
             stack = stack / half.reshape(-1, *[1] * (stack.ndim - 1))
-        spreads = _spreads(values[:, 1:].reshape(stack.shape[:3]))
+        spreads = _spreads(values[:, 0], values[:, 1:].reshape(stack.shape[:3]))
         for i, name in enumerate(names):
             zero = bool(values[i, 0] == 0)
             own = torch.ones_like(stack[i]) if zero else stack[i]
-            problems[name] = Problem(convs[name], own, tuple(scales[i]), zero, spreads[i])
-        at += len(names)
+            problems[name] = Problem(convs[name], own, tuple(pairs[i].tolist()), zero, spreads[i])
     return {name: problems[name] for name in convs}
+
+
+def _sent_together(
+    tables: Sequence[NDArray[np.float64]], devices: Sequence[torch.device]
+) -> list[Tensor]:
+    """The tables on their devices, each of which gets one copy of all rows."""
+    if not tables:
+        return []
+    whole = torch.from_numpy(np.concatenate(tables))
+    parts = {place: whole.to(place).split([len(t) for t in tables]) for place in set(devices)}
+    return [parts[place][k] for k, place in enumerate(devices)]
 
 
 def _measures(stack: Tensor) -> Tensor:
@@ -84,17 +93,18 @@ def _measures(stack: Tensor) -> Tensor:
     return torch.cat([largest[:, None], rows], 1)
 
 
-def _spreads(norms: NDArray[np.float64]) -> list[float]:
+def _spreads(largest: NDArray[np.float64], norms: NDArray[np.float64]) -> list[float]:
     """The ``spread`` of layers with these norms of rows ``(layers, groups, n)``.
 
-    It is 0 where squares under- or overflow, so that such a layer counts as perhaps flat.
+    It is 0 where squares may under- or overflow, so that such a layer counts as perhaps flat.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         energies = norms**2
-        level = energies.mean(2, keepdims=True)
-        apart = np.abs(energies / level - 1)
-    spreads: list[float] = np.nan_to_num(apart, nan=0.0, posinf=0.0).max((1, 2)).tolist()
-    return spreads
+        apart = np.abs(energies / energies.mean(2, keepdims=True) - 1)
+    spreads = np.nan_to_num(apart).max((1, 2))  # a group of zeros gives NaN, and is flat
+    safe = (largest > 1e-140) & (largest < 1e140)
+    found: list[float] = np.where(safe, spreads, 0.0).tolist()
+    return found
 
 
 def wide(taps: Tensor) -> Tensor:

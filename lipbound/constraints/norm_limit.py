@@ -200,18 +200,19 @@ class Constrained(nn.Module):
             own = None if peer is self else peer._own_weight()
             if own is not None and not peer._is_certified(own) and bool(own.isfinite().all()):
                 found.append((peer, own))
-        limits = [
-            Limit(
-                replace(each.conv, kernel=own),
-                each.norm,
-                "spectral" if each.map is not None else each.method,
-                each.rtol,
-            )
-            for each, own in found
-        ]
-        for (each, own), scale in zip(found, certified_scales(limits), strict=True):
+        scales = certified_scales([each._limit(own) for each, own in found])
+        for (each, own), scale in zip(found, scales, strict=True):
             each.scale = scale
-            each._certified = (own.clone(), scale, each.norm, each.method, each.rtol)
+            each._certified = (own.clone(), *each._terms)
+
+    def _limit(self, weight: Tensor) -> Limit:
+        method = self.method if self.map is None else "spectral"
+        return Limit(replace(self.conv, kernel=weight), self.norm, method, self.rtol)
+
+    @property
+    def _terms(self) -> tuple[object, ...]:
+        """What a certificate depends on besides the weight."""
+        return self.scale, self.norm, self.method, self.rtol
 
     def _is_certified(self, weight: Tensor) -> bool:
         """Whether the scale was certified for this weight and the present terms.
@@ -219,8 +220,7 @@ class Constrained(nn.Module):
         The weight is compared entry by entry, because version counters miss changes by fused
         optimizers and through ``.data``.
         """
-        terms = (self.scale, self.norm, self.method, self.rtol)
-        if not self._certified or self._certified[1:] != terms:
+        if not self._certified or self._certified[1:] != self._terms:
             return False
         known = self._certified[0]
         assert isinstance(known, Tensor)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lipbound import bound, bracket, constrain
 from lipbound.bounds.flat import flat
+from lipbound.bounds.problems import normalised
 from lipbound.geometry import convolution
 from lipbound.symbols import evaluate, taps
 
@@ -100,3 +101,12 @@ def test_the_gradient_of_an_almost_flat_matrix_is_that_of_its_largest_value():
     kernel = (left @ values.diag() @ right).requires_grad_()
     bound(kernel, "spectral").backward()
     assert torch.allclose(kernel.grad, torch.outer(left[:, 2], right[2]), atol=1e-4)
+
+
+@pytest.mark.parametrize("power", [-320, -170, -162, -160, -154, 0, 150, 153, 154, 160, 300])
+def test_flat_layers_are_suspected_at_every_scale(power):
+    """Squares of their entries may under- or overflow."""
+    torch.manual_seed(0)
+    rows = orthogonal(8, 8) * 10.0**power
+    (problem,) = normalised({"": convolution(rows[..., None, None])}).values()
+    assert problem.spread < 1e-9

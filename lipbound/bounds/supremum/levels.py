@@ -216,10 +216,9 @@ class _Together:
         results = on_streams(
             [partial(self.stacks[i].level, own, first) for i, own in zip(cuts, sent, strict=True)]
         )
-        whole = torch.cat(results).cpu().numpy()
         answers = {}
-        for (i, cut), size in zip(cuts.items(), sizes, strict=True):
-            cells, lower, whole = np.split(whole, [4 * size, 4 * size + self.stacks[i].layers])
+        for (i, cut), size, row in zip(cuts.items(), sizes, read_together(results), strict=True):
+            cells, lower = np.split(row, [4 * size])
             answers[i] = cells.reshape(4, size)[:, : len(cut)], lower
         return answers
 
