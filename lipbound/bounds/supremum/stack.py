@@ -75,6 +75,7 @@ class Stack:
         self.matrix = self.positions.new_zeros(field.blocks, 2 * len(field.lags) - 1, width)
         self.rough = self.matrix.float() if coarse else self.matrix  # for estimates
         self.taps = torch.empty_like(field.taps)
+        self.sums = field.sums  # a graph reads it, and cannot copy it from the host
         self.numbers = self.positions.new_empty(4, field.blocks)
         self.lower = self.positions.new_zeros(self.layers)
         self.block = self.owner.new_zeros(self.layers)
@@ -105,7 +106,7 @@ class Stack:
     def _prepare(self, first: bool, number: Tensor) -> tuple[Tensor]:
         """Compute the lags; return the number, and the ``error`` of each block."""
         field = Field(self.taps.reshape(self.shape))
-        self.sums = field.sums  # a graph reads it, so it must stay
+        field.sums = self.sums
         self.numbers.copy_(field.measures())
         even, odd = field.even, field.odd
         if odd is None:

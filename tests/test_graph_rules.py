@@ -1,0 +1,49 @@
+"""The stand-ins for graphs and streams notice what a GPU would get wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graph_rules import captured, on_streams
+
+
+def test_a_replay_follows_its_inputs():
+    given, wave = torch.ones(3), torch.ones(2, 2, dtype=torch.complex128)
+    graph, (twice, product) = captured(lambda: (2 * given, (wave.mH @ wave).real.clone()), None)
+    given.copy_(torch.arange(3.0))
+    wave.mul_(2j)
+    graph.replay()
+    assert twice.tolist() == [0, 2, 4]
+    assert product.tolist() == [[8, 8], [8, 8]]
+
+
+def test_memory_that_is_freed_is_noticed():
+    given = [torch.ones(3)]
+    graph, _ = captured(lambda: (2 * given[0],), None)
+    graph.replay()
+    given[0] = torch.ones(3)
+    with pytest.raises(AssertionError, match="freed"):
+        graph.replay()
+
+
+def test_what_one_graph_leaves_for_another_is_lost():
+    left = []
+    graph, _ = captured(lambda: (left.append(torch.ones(3)), (torch.zeros(1),))[1], None)
+    assert left[0].isnan().all()
+    other, (total,) = captured(lambda: (left[0].sum(),), None)
+    graph.replay()
+    other.replay()
+    assert total.isnan()
+
+
+def test_a_value_read_on_the_host_is_noticed():
+    with pytest.raises(AssertionError, match="on the host"):
+        captured(lambda: (torch.zeros(int(torch.ones(()))),), None)
+
+
+def test_streams_that_share_memory_are_noticed():
+    shared, other = torch.zeros(3), torch.zeros(3)
+    works = [lambda: shared.add_(1), lambda: other.add_(1)]
+    assert [result.tolist() for result in on_streams(works)] == [[1] * 3, [1] * 3]
+    with pytest.raises(AssertionError, match="share memory"):
+        on_streams([*works, lambda: shared[1:] * 2])
