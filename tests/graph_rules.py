@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -134,5 +134,3 @@ def on_streams(works: Sequence[Callable[[], Any]]) -> list[Any]:
         for other in notes[:i] + notes[i + 1 :]:
             assert not one.written & (other.read | other.written), "two streams share memory"
     return results
-
-

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from lipbound import BOUNDS, Bracket, Penalty, bound, brackets, constrain, convolution
 from lipbound.bounds import certified
+from lipbound.bounds.supremum import levels
+from lipbound.bounds.supremum import stack as stacks
 from lipbound.geometry import Convolution
 from verify.oracles import Symbols, operator_norms
 from verify.random_layers import Stack, counted, module, random_stack
@@ -28,6 +31,8 @@ ROUNDING = 1e-12  # rounding error of the dense spectra that serve as truth
 GRIDDED = {"lipbound": ("samples", "widening"), "frobenius": ("samples", "widening"),
            "gram": ("samples", "widening", "iterations")}  # fmt: skip
 LIMIT = 0.75  # limit of constrained layers, as a fraction of their norm
+PRODUCTS = 4, 3  # rows of matrices and of corners with which small factors are made of products
+TURNS = 1 << 19  # bytes with which the cells of small layers are handled in turns
 
 
 @dataclass(frozen=True)
@@ -169,18 +174,23 @@ def _levels(stack: Stack, layers: Sequence[nn.Module], known: Known) -> Iterable
 
     The supremum lies in both, so neither may lie beyond the other. The widths may exceed ``rtol``
     where those of the plain search do, because floats are too coarse for it. On a GPU other weights
-    come first, so that graphs are captured for them and replayed for those that are checked.
+    come first, so that graphs are captured for them and replayed for those that are checked. The
+    layers are small, so odd seeds make factors as for large ones, and half of the seeds handle
+    their cells in turns.
     """
-    rtol, usual, device = stack.settings.rtol, certified.BY_LEVELS, stack.kernels[0].device.type
-    try:
-        certified.BY_LEVELS = {device}
+    rtol, device = stack.settings.rtol, stack.kernels[0].device.type
+    sizes = PRODUCTS if stack.seed % 2 else (stacks.BLOCKED, stacks.CORNER)
+    room = (lambda device, stacks: TURNS) if stack.seed % 4 > 1 else levels.room
+    with (
+        patch.object(certified, "BY_LEVELS", {device}),
+        patch.multiple(stacks, BLOCKED=sizes[0], CORNER=sizes[1]),
+        patch.object(levels, "room", room),
+    ):
         for _ in range(2 if device == "cuda" else 0):
             brackets({name: _changed(layer) for name, layer in _named(layers).items()}, rtol)
         found = list(brackets(_named(layers), rtol).values())
-        certified.BY_LEVELS = set()
+    with patch.object(certified, "BY_LEVELS", set()):
         plain = list(brackets(_named(layers), rtol, device="cpu").values())
-    finally:
-        certified.BY_LEVELS = usual
     below, above, widths = torch.tensor(
         [(b.lower, b.upper, max(1.001 * rtol, 2 * b.width)) for b in plain], dtype=torch.float64
     ).unbind(1)
