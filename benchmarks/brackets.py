@@ -3,11 +3,12 @@
     python benchmarks/brackets.py --network resnet18 --out benchmarks/records/brackets-cpu.jsonl
     python benchmarks/brackets.py --network resnet18 --weights FILE   # trained weights
     python benchmarks/brackets.py --run RUN/final.safetensors   # from `lipbound train`
-    python benchmarks/brackets.py --network resnet50 --levels --sound --profile FILE   # on a GPU
+    python benchmarks/brackets.py --network resnet18 resnet50 --search levels plain --sound
 
 Every call gets new weights: a He network with another seed, or the given weights with 1 % of noise.
-So graphs may be kept from one call to the next, and answers may not. ``--levels`` searches level by
-level on a GPU, ``--plain`` as on a processor.
+So graphs may be kept from one call to the next, and answers may not. ``--search levels`` searches
+level by level, as written for a GPU, and ``--search plain`` cell by cell, as on a processor. There
+is a record for every network and search.
 
 Gram iteration runs as published: float32, 5 products, the symbol on a 10×10 grid (60 points by
 conjugate symmetry), strides ignored, one layer after another. ``--sound`` adds Gram iteration with
@@ -30,7 +31,9 @@ import math
 import platform
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -39,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lipbound
 from lipbound.bounds import certified
 from lipbound.bounds.gram_iteration import gram
+from lipbound.bounds.supremum import levels
 from lipbound.files import append
 from lipbound.paper.networks import NAMES, Layers
 from lipbound.paper.speed import gram_iteration
@@ -145,12 +149,85 @@ def layers_of(name: str, weights: str | None, device: str) -> dict[str, nn.Conv2
     return {name: layer.to(device) for name, layer in layers.items()}
 
 
+def measure(chosen, name: str) -> Iterator[dict]:
+    """Yield the record of each search on one network."""
+    network, weights = name, "he-normal, seed 0"
+    if chosen.run:
+        trained = load_trained(chosen.run)
+        network, weights = trained.settings.model, f"trained, {trained.settings.arm}"
+        parts = trained.model.to(chosen.device).requires_grad_(False).named_modules()
+        layers = {name: part for name, part in parts if isinstance(part, nn.Conv2d)}
+    else:
+        layers = layers_of(name, chosen.weights, chosen.device)
+        weights = Path(chosen.weights).name if chosen.weights else weights
+    kernels = [layer.weight for layer in layers.values()]
+    renew = renewal(layers, known=bool(chosen.run or chosen.weights))
+
+    clock = time.perf_counter if chosen.clock == "wall" else time.process_time
+    gram_times, _ = seconds(lambda: [gram_iteration(k) for k in kernels], chosen, clock)
+    gram_seconds = statistics.median(gram_times)
+    common = {
+        "benchmark": "brackets",
+        "network": network,
+        "weights": weights,
+        "layers": len(layers),
+        "rtol": chosen.rtol,
+        "gram_seconds": round(gram_seconds, 4),
+        "calls": [chosen.warm, chosen.repeats],
+        "clock": chosen.clock,
+        "device": torch.cuda.get_device_name()
+        if chosen.device == "cuda"
+        else f"{torch.get_num_threads()} CPU threads, {platform.machine()}",
+        "torch": torch.__version__,
+        "lipbound": lipbound.__version__,
+    }
+    if chosen.sound:
+        start = clock()
+        values = [float(sound_gram(layer, chosen.rtol)) for layer in layers.values()]
+        common["sound_gram_seconds"] = round(clock() - start, 4)
+        found = lipbound.brackets(layers, chosen.rtol).values()
+        excess = [value / b.lower - 1 for value, b in zip(values, found, strict=True)]
+        common["sound_gram_worst_excess"] = max(excess)
+
+    def run() -> dict[str, lipbound.Bracket]:
+        return lipbound.brackets(layers, chosen.rtol)
+
+    usual = "levels" if chosen.device in certified.BY_LEVELS else "plain"
+    for search in chosen.search or [usual]:
+        with patch.object(certified, "BY_LEVELS", {chosen.device} if search == "levels" else set()):
+            start = clock()
+            run()
+            first = clock() - start
+            times, found = seconds(run, chosen, clock, renew)
+            evaluations = sorted(b.evaluations for b in found.values())
+            median = statistics.median(times)
+            record = {
+                **common,
+                "search": search,
+                "worst_width": max(b.width for b in found.values()),
+                "median_evaluations": evaluations[len(evaluations) // 2],
+                "bracket_seconds": round(median, 4),
+                "bracket_range": [round(min(times), 4), round(max(times), 4)],
+                "first_bracket_seconds": round(first, 4),
+                "gram_over_bracket": round(gram_seconds / median, 3),
+                "dispatched": dispatched(run),
+            }
+            if chosen.device == "cuda":
+                record["busy_seconds"] = round(busy(run), 4)
+                if chosen.profile:
+                    chosen.profile.mkdir(parents=True, exist_ok=True)
+                    file = f"{network}-{Path(weights).stem}-{search}.txt".replace(", ", "-")
+                    (chosen.profile / file).write_text(kernels_table(run))
+        levels.release()
+        yield record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--network", default="resnet18", choices=NAMES, metavar="NAME",
-                        help=f"one of {', '.join(NAMES)}")  # fmt: skip
+    parser.add_argument("--network", default=["resnet18"], nargs="+", choices=NAMES, metavar="NAME",
+                        help=f"one or more of {', '.join(NAMES)}")  # fmt: skip
     parser.add_argument("--rtol", type=float, default=1e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -163,91 +240,34 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, help="number of calls that are timed (CPU 2, GPU 15)"
     )
-    search = parser.add_mutually_exclusive_group()
-    search.add_argument(
-        "--levels", action="store_true", help="search level by level, as written for a GPU"
-    )
-    search.add_argument(
-        "--plain", action="store_true", help="search cell by cell, as on a processor"
-    )
+    parser.add_argument(
+        "--search", nargs="+", choices=("levels", "plain"),
+        help="search level by level, or cell by cell; by default as `brackets` does there",
+    )  # fmt: skip
     parser.add_argument(
         "--sound",
         action="store_true",
         help="also time, once, Gram iteration with the guarantee of a bracket",
     )
-    parser.add_argument("--profile", type=Path, help="write a table of the GPU's kernels to a file")
+    parser.add_argument(
+        "--profile", type=Path, help="write tables of the GPU's kernels into this folder"
+    )
     parser.add_argument(
         "--clock",
         default="wall",
         choices=("wall", "process"),
         help="process: CPU seconds, for a shared machine",
     )
-    parser.add_argument("--out", type=Path, help="append the record to this JSON-lines file")
+    parser.add_argument("--out", type=Path, help="append the records to this JSON-lines file")
     chosen = parser.parse_args()
     warm, repeats = RUNS.get(chosen.device, RUNS["cpu"])
     chosen.warm = warm if chosen.warm is None else chosen.warm
     chosen.repeats = chosen.repeats or repeats
-    network, weights = chosen.network, "he-normal, seed 0"
-    if chosen.run:
-        trained = load_trained(chosen.run)
-        network, weights = trained.settings.model, f"trained, {trained.settings.arm}"
-        parts = trained.model.to(chosen.device).requires_grad_(False).named_modules()
-        layers = {name: part for name, part in parts if isinstance(part, nn.Conv2d)}
-    else:
-        layers = layers_of(chosen.network, chosen.weights, chosen.device)
-        weights = Path(chosen.weights).name if chosen.weights else weights
-    kernels = [layer.weight for layer in layers.values()]
-
-    clock = time.perf_counter if chosen.clock == "wall" else time.process_time
-    gram_times, _ = seconds(lambda: [gram_iteration(k) for k in kernels], chosen, clock)
-    if chosen.levels or chosen.plain:
-        certified.BY_LEVELS = {chosen.device} if chosen.levels else set()
-    start = clock()
-    lipbound.brackets(layers, chosen.rtol)
-    first = clock() - start
-    known = bool(chosen.run or chosen.weights)
-    times, found = seconds(
-        lambda: lipbound.brackets(layers, chosen.rtol), chosen, clock, renewal(layers, known)
-    )
-    ours_seconds, gram_seconds = statistics.median(times), statistics.median(gram_times)
-    evaluations = sorted(b.evaluations for b in found.values())
-    record = {
-        "benchmark": "brackets",
-        "network": network,
-        "weights": weights,
-        "layers": len(layers),
-        "rtol": chosen.rtol,
-        "worst_width": max(b.width for b in found.values()),
-        "median_evaluations": evaluations[len(evaluations) // 2],
-        "search": "levels" if chosen.device in certified.BY_LEVELS else "plain",
-        "bracket_seconds": round(ours_seconds, 4),
-        "bracket_range": [round(min(times), 4), round(max(times), 4)],
-        "calls": [chosen.warm, chosen.repeats],
-        "first_bracket_seconds": round(first, 4),
-        "gram_seconds": round(gram_seconds, 4),
-        "gram_over_bracket": round(gram_seconds / ours_seconds, 3),
-        "dispatched": dispatched(lambda: lipbound.brackets(layers, chosen.rtol)),
-        "clock": chosen.clock,
-        "device": torch.cuda.get_device_name()
-        if chosen.device == "cuda"
-        else f"{torch.get_num_threads()} CPU threads, {platform.machine()}",
-        "torch": torch.__version__,
-        "lipbound": lipbound.__version__,
-    }
-    if chosen.device == "cuda":
-        record["busy_seconds"] = round(busy(lambda: lipbound.brackets(layers, chosen.rtol)), 4)
-        if chosen.profile:
-            chosen.profile.write_text(kernels_table(lambda: lipbound.brackets(layers, chosen.rtol)))
-    if chosen.sound:
-        start = clock()
-        values = [float(sound_gram(layer, chosen.rtol)) for layer in layers.values()]
-        record["sound_gram_seconds"] = round(clock() - start, 4)
-        brackets = lipbound.brackets(layers, chosen.rtol).values()
-        excess = [value / b.lower - 1 for value, b in zip(values, brackets, strict=True)]
-        record["sound_gram_worst_excess"] = max(excess)
-    print(json.dumps(record, indent=1))
-    if chosen.out:
-        append(chosen.out, record)
+    for name in chosen.network:
+        for record in measure(chosen, name):
+            print(json.dumps(record, indent=1), flush=True)
+            if chosen.out:
+                append(chosen.out, record)
 
 
 if __name__ == "__main__":

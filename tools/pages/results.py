@@ -14,6 +14,7 @@ from lipbound.report.figures import speed_figure
 from lipbound.report.markdown import digits, table
 from tools.pages import (
     DOCS,
+    brackets,
     cells,
     certified,
     flow,
@@ -41,8 +42,6 @@ def index() -> str:
     zoo = lines("audits-gpu")
     speeds = lines("speed-gpu")
     step = lines("adversarial-step")[0]
-    ratios = {device: [r["gram_over_bracket"] for r in lines(f"brackets-{device}")] for device in ("cpu", "gpu")}  # fmt: skip
-    assert min(ratios["cpu"]) > 1 > max(ratios["gpu"])
     raced = [r for r in lines("attack-speed") if attack_ratio(attack_rows(r))][-1]
     ahead = attack_ratio(attack_rows(raced))
     assert ahead is not None
@@ -75,9 +74,7 @@ def index() -> str:
          f"{within_a_step(speeds)} of {len(speeds)} networks", "[speed](speed.md)"],
         [f"In adversarial training of {step['network']} it adds little time.",
          f"{step['overhead_percent']['add_grad']:.2f} %", "[speed](speed.md#in-adversarial-training)"],
-        ["Certified brackets are faster than Gram iteration on a CPU, and slower on a GPU.",
-         f"{spread(ratios['cpu'])} × and {spread(ratios['gpu'])} ×",
-         "[speed](speed.md#certified-brackets)"],
+        brackets.claim(),
         ["PGD with restarts is faster than in other attack libraries (H200).",
          f"{ahead[1]:.1f} ×{alone}", "[speed](speed.md#attacks)"],
         *gains,
@@ -96,10 +93,6 @@ lipbound certifies layers tightly and quickly; its bounds of ordinary whole netw
 
 {MADE}
 """
-
-
-def spread(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def bounds(folder: Path) -> str:
@@ -383,7 +376,7 @@ def speed_page(folder: Path) -> str:
     parts = [
         f"""# Speed
 
-LipBound of a whole network, with its gradient, costs at most one step of SGD on all {len(records)} networks that were timed on an H200. Its value takes {mean(records, "direct", "lipbound"):.0f} times less time than direct evaluation, which is how the paper's authors compute it. Certified brackets are faster than Gram iteration on a CPU and slower on a GPU.
+LipBound of a whole network, with its gradient, costs at most one step of SGD on all {len(records)} networks that were timed on an H200. Its value takes {mean(records, "direct", "lipbound"):.0f} times less time than direct evaluation, which is how the paper's authors compute it. {brackets.summary()}
 
 {SIGMA} {PAPER} The *penalty* is the sum of the logarithms of such bounds over a network's layers, which a training loss can include.
 
@@ -394,7 +387,7 @@ LipBound of a whole network, with its gradient, costs at most one step of SGD on
         efficiency(),
         adversarial_step(),
         training(),
-        brackets(),
+        brackets.section(),
         attacks(),
     ]
     return "\n".join(parts)
@@ -532,31 +525,6 @@ An *arm* is a way of training. `at` is plain adversarial training. `at+lipreg` a
 The command is `python -m benchmarks.training_step`. It times one step of the trainer (PGD-{steps[0]["pgd_iterations"]}, bfloat16, `torch.compile`, penalties replayed as CUDA graphs; {steps[0]["device"]}, torch {steps[0]["torch"]}). An epoch has 50,000 images. The last columns are ratios to `at`, as medians over rounds in which the arms take turns.
 
 {table(["network", "step, `at`", "epoch, `at`", *(f"`{arm}`" for arm in arms[1:])], rows)}
-"""
-
-
-def brackets() -> str:
-    rows = []
-    for device in ("cpu", "gpu"):
-        for r in lines(f"brackets-{device}"):
-            rows.append([
-                r["network"], r["weights"], str(r["layers"]), r["device"], f"{r['bracket_seconds']:.3f}",
-                f"{r['gram_seconds']:.3f}", f"{r['gram_over_bracket']:.2f}", str(r["median_evaluations"]),
-                str(r.get("dispatched", "")), f"{r['busy_seconds']:.3f}" if "busy_seconds" in r else "",
-            ])  # fmt: skip
-    header = [
-        "network", "weights", "layers", "device", "brackets, s", "Gram iteration, s", "ratio",
-        "median evaluations", "operations", "GPU busy, s",
-    ]  # fmt: skip
-    return f"""## Certified brackets
-
-On a CPU, certified brackets of all layers take less time than Gram iteration without a certificate. On a GPU they take more.
-
-The command is `python -m benchmarks.brackets --network NAME [--weights FILE]`, or `--run` with a network of `lipbound train`. It brackets all convolutions of a network to `rtol` = 1e-3. Gram iteration (float32, five products, a 10×10 grid) runs on the same weights in the same run. A ratio above 1 means that the brackets are faster. The operations are the tensor operations of one call, about as many as a GPU launches kernels. On the CPU, `--clock process` counts CPU seconds, for a machine that others use too.
-
-{table(header, rows)}
-
-Trained weights are fast on a CPU: their symbols have peaks, and a few evaluations exclude most frequencies. Wide layers with initial weights are slow: their symbols are flat to a few per cent, so the proof needs Cholesky factorizations on a fine grid. These are slower, operation for operation, than the matrix products of Gram iteration. On the GPU, a search is many small steps that wait for each other. Most of its time goes into launching them; the last column shows how long the GPU is busy.
 """
 
 
