@@ -49,16 +49,19 @@ from lipbound.paper.speed import gram_iteration
 from lipbound.robust.training.trained import load_trained
 from lipbound.symbols import taps
 
-RUNS = {"cpu": (1, 2), "cuda": (16, 15)}  # default numbers of warm-up runs and of timed runs
+CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
+# Default numbers of warm-up runs and of timed runs; levels capture graphs in many warm-up runs.
+RUNS = {"cpu": (1, 2), "cuda": (3, 7), "levels": (16, 15)}
 
 
-def seconds(run, chosen, clock, renew=lambda: None) -> tuple[list[float], object]:
+def seconds(run, chosen, calls, renew=lambda: None) -> tuple[list[float], object]:
     """Return the times of synchronized runs after warm-ups, and the last result.
 
-    ``renew`` runs before every run and is not counted.
+    ``calls`` are the numbers of both. ``renew`` runs before every run and is not counted.
     """
-    times, device = [], chosen.device
-    for attempt in range(chosen.warm + chosen.repeats):
+    times, device, clock = [], chosen.device, CLOCKS[chosen.clock]
+    warm, repeats = calls
+    for attempt in range(warm + repeats):
         renew()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -66,20 +69,27 @@ def seconds(run, chosen, clock, renew=lambda: None) -> tuple[list[float], object
         result = run()
         if device == "cuda":
             torch.cuda.synchronize()
-        if attempt >= chosen.warm:
+        if attempt >= warm:
             times.append(clock() - start)
     return times, result
 
 
+def numbers(chosen, search: str = "") -> tuple[int, int]:
+    """Return how many calls warm up and how many are timed."""
+    graphs = chosen.device == "cuda" and search == "levels"
+    warm, repeats = RUNS["levels"] if graphs else RUNS.get(chosen.device, RUNS["cpu"])
+    return (warm if chosen.warm is None else chosen.warm), chosen.repeats or repeats
+
+
 def renewal(layers, known: bool):
     """Return a function that gives the layers new weights, and their values now to start from."""
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator(next(iter(layers.values())).weight.device).manual_seed(1)
     kept = [layer.weight.detach().clone() for layer in layers.values()]
 
     @torch.no_grad()
     def renew() -> None:
         for layer, old in zip(layers.values(), kept, strict=True):
-            noise = torch.randn(old.shape, generator=draw).to(old)
+            noise = torch.randn(old.shape, generator=draw, device=old.device)
             spread = old.square().mean().sqrt()
             layer.weight.copy_(old + 0.01 * spread * noise if known else spread * noise)
 
@@ -163,8 +173,8 @@ def measure(chosen, name: str) -> Iterator[dict]:
     kernels = [layer.weight for layer in layers.values()]
     renew = renewal(layers, known=bool(chosen.run or chosen.weights))
 
-    clock = time.perf_counter if chosen.clock == "wall" else time.process_time
-    gram_times, _ = seconds(lambda: [gram_iteration(k) for k in kernels], chosen, clock)
+    clock = CLOCKS[chosen.clock]
+    gram_times, _ = seconds(lambda: [gram_iteration(k) for k in kernels], chosen, numbers(chosen))
     gram_seconds = statistics.median(gram_times)
     common = {
         "benchmark": "brackets",
@@ -173,7 +183,6 @@ def measure(chosen, name: str) -> Iterator[dict]:
         "layers": len(layers),
         "rtol": chosen.rtol,
         "gram_seconds": round(gram_seconds, 4),
-        "calls": [chosen.warm, chosen.repeats],
         "clock": chosen.clock,
         "device": torch.cuda.get_device_name()
         if chosen.device == "cuda"
@@ -198,12 +207,14 @@ def measure(chosen, name: str) -> Iterator[dict]:
             start = clock()
             run()
             first = clock() - start
-            times, found = seconds(run, chosen, clock, renew)
+            calls = numbers(chosen, search)
+            times, found = seconds(run, chosen, calls, renew)
             evaluations = sorted(b.evaluations for b in found.values())
             median = statistics.median(times)
             record = {
                 **common,
                 "search": search,
+                "calls": calls,
                 "worst_width": max(b.width for b in found.values()),
                 "median_evaluations": evaluations[len(evaluations) // 2],
                 "bracket_seconds": round(median, 4),
@@ -235,10 +246,14 @@ def main() -> None:
     )
     parser.add_argument("--run", type=Path, help="use a network of `lipbound train` instead")
     parser.add_argument(
-        "--warm", type=int, help="number of calls before those that are timed (CPU 1, GPU 16)"
+        "--warm",
+        type=int,
+        help="number of calls before those that are timed (CPU 1, GPU 3, by levels 16)",
     )
     parser.add_argument(
-        "--repeats", type=int, help="number of calls that are timed (CPU 2, GPU 15)"
+        "--repeats",
+        type=int,
+        help="number of calls that are timed (CPU 2, GPU 7, by levels 15)",
     )
     parser.add_argument(
         "--search", nargs="+", choices=("levels", "plain"),
@@ -255,14 +270,11 @@ def main() -> None:
     parser.add_argument(
         "--clock",
         default="wall",
-        choices=("wall", "process"),
+        choices=[*CLOCKS],
         help="process: CPU seconds, for a shared machine",
     )
     parser.add_argument("--out", type=Path, help="append the records to this JSON-lines file")
     chosen = parser.parse_args()
-    warm, repeats = RUNS.get(chosen.device, RUNS["cpu"])
-    chosen.warm = warm if chosen.warm is None else chosen.warm
-    chosen.repeats = chosen.repeats or repeats
     for name in chosen.network:
         for record in measure(chosen, name):
             print(json.dumps(record, indent=1), flush=True)
