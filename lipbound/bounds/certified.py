@@ -192,7 +192,8 @@ def _rounds(batches: Sequence[Batch]) -> list[tuple[int, list[int]]]:
     return rounds
 
 
-def _check_rtol(rtol: float) -> None:
+def check_rtol(rtol: float) -> None:
+    """Check that a relative width lies between 0 and 1."""
     if not isinstance(rtol, int | float) or not 0 < rtol < 1:
         raise ValueError(f"rtol={rtol!r} must lie between 0 and 1; 1e-3 is the default")
 
@@ -246,7 +247,7 @@ def brackets(
         >>> list(brackets(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))))
         ['0', '2']
     """
-    _check_rtol(rtol)
+    check_rtol(rtol)
     if isinstance(model, nn.Module):
         modules = model.named_modules()
         known = (_ConvNd, nn.Linear)
@@ -255,7 +256,7 @@ def brackets(
         layers = dict(model)
     groups: dict[tuple[object, torch.device], list[str]] = {}
     convs = {name: named_unchecked(name, layer) for name, layer in layers.items()}
-    problems = normalised(convs, device)
+    problems = in_pieces(partial(normalised, convs, device))
     for name, problem in problems.items():
         shape, place = problem.taps.shape[1:], problem.taps.device
         groups.setdefault((tuple(shape), place), []).append(name)
@@ -340,7 +341,7 @@ def spectral(layer: Layer, rtol: float = 1e-3, **geometry: object) -> Tensor:
         >>> spectral(torch.ones(1, 1, 3, 3))
         tensor(9.0088)
     """
-    _check_rtol(rtol)
+    check_rtol(rtol)
     if torch.compiler.is_compiling():  # the search would break the graph at every level
         return torch.compiler.disable(_spectral)(layer, rtol, geometry)
     return _spectral(layer, rtol, geometry)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,8 +22,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from lipbound.bounds import BOUNDS, bound
+from lipbound.bounds.certified import check_rtol
 from lipbound.constraints.maps import MAPS
-from lipbound.constraints.scales import Limit, certified_scales, scaled
+from lipbound.constraints.scales import Limit, certified_scales, check_norm, scaled
 from lipbound.estimates import Climb
 from lipbound.geometry import check_kernel, convolution, named
 from lipbound.modules import bake, shared_parameters
@@ -32,6 +33,7 @@ from lipbound.runtime import widened
 from lipbound.symbols import taps
 
 M = TypeVar("M", bound=nn.Module)
+TOGETHER = {"cpu": 1 << 22, "cuda": 1 << 27}  # weights that one search certifies at most
 
 
 class Constrained(nn.Module):
@@ -39,6 +41,7 @@ class Constrained(nn.Module):
 
     Args:
         layer: The convolution or Linear layer.
+        name: Its name in the model, for messages.
         norm: Limit on the norm.
         method: A name in ``BOUNDS``. All except ``'spectral'`` are bounds also in training, where
             they are evaluated at every step. Or a name in ``MAPS``, which makes the weight from
@@ -50,13 +53,15 @@ class Constrained(nn.Module):
     frequency: Tensor
     left: Tensor
 
-    def __init__(self, layer: nn.Module, norm: float, method: str, rtol: float, peers: _Peers):
+    def __init__(
+        self, layer: nn.Module, name: str, norm: float, method: str, rtol: float, peers: _Peers
+    ):
         super().__init__()
         if method not in BOUNDS and method not in MAPS:
             raise unknown("method", method, [*BOUNDS, *MAPS])
-        if not norm > 0:
-            raise ValueError(f"norm={norm!r} must be positive, for example 1.0")
-        self.norm, self.method, self.rtol = float(norm), method, rtol
+        check_norm(norm)
+        check_rtol(rtol)
+        self.name, self.norm, self.method, self.rtol = name, float(norm), method, rtol
         conv = convolution(layer)
         conv = replace(conv, kernel=conv.kernel.detach())
         self.map = MAPS[method](conv).to(conv.kernel) if method in MAPS else None
@@ -93,12 +98,12 @@ class Constrained(nn.Module):
         if self.training:
             with torch.autocast(weight.device.type, enabled=False):
                 return scaled(weight, (self.norm / self._estimate(weight)).clamp_max(1.0))
-        if torch.compiler.is_exporting():
-            pass  # the graph uses the scale found before
+        if torch.compiler.is_exporting():  # the graph uses the scale found before
+            self._check_certified(weight)
         elif torch.compiler.is_compiling():  # it reads values, so the graph breaks here
             torch.compiler.disable(self._certify)(weight)
         else:
-            self._certify(weight)
+            return scaled(weight, self._certify(weight))
         return scaled(weight, self.scale)
 
     def train(self, mode: bool = True) -> Constrained:
@@ -186,24 +191,55 @@ class Constrained(nn.Module):
             self.left.copy_(left)
         return (values.amax() * conv.padding_gain()).clamp_min(1e-30)
 
-    def _certify(self, weight: Tensor, together: bool = True) -> None:
-        """Certify the scale unless it was certified for this weight.
+    def _certify(self, weight: Tensor, together: bool = True) -> float:
+        """Certify the scale unless it was certified for this weight, and return it.
 
-        With ``together``, the other layers of the model whose weights have changed are certified
-        in the same search, because a model changes mode layer by layer.
+        With ``together``, other layers of the model whose weights have changed are certified in
+        the same search, because a model changes mode layer by layer.
         """
         if self._is_certified(weight):
-            return
-        check_kernel(weight)
-        found = [(self, weight.detach())]
-        for peer in self._peers if together else ():
-            own = None if peer is self else peer._own_weight()
-            if own is not None and not peer._is_certified(own) and bool(own.isfinite().all()):
-                found.append((peer, own))
-        scales = certified_scales([each._limit(own) for each, own in found])
-        for (each, own), scale in zip(found, scales, strict=True):
+            return self.scale
+        check_kernel(weight, self.name)
+        own = weight.detach().clone()  # another thread may write to the weights meanwhile
+        try:
+            found = [(self, own), *(self._changed_peers(own) if together else ())]
+            scales = certified_scales([each._limit(copied) for each, copied in found])
+        except Exception:
+            if not together:
+                raise
+            # Whatever is wrong with another layer is said when that layer is certified.
+            return self._certify(own, together=False)
+        for (each, copied), scale in zip(found, scales, strict=True):
             each.scale = scale
-            each._certified = (own.clone(), *each._terms)
+            each._certified = (copied, scale, *each._terms[1:])
+        return scales[0]
+
+    def _changed_peers(self, own: Tensor) -> list[tuple[Constrained, Tensor]]:
+        """Other constraints on the same device, and copies of their weights, to certify now."""
+        room = TOGETHER.get(own.device.type, TOGETHER["cpu"]) - own.numel()
+        found = []
+        for peer in self._peers:
+            weight = None if peer is self else peer._own_weight()
+            if weight is None or weight.device != own.device or weight.numel() > room:
+                continue
+            if not peer._is_certified(weight) and bool(weight.isfinite().all()):
+                found.append((peer, weight.clone()))
+                room -= weight.numel()
+        return found
+
+    def _check_certified(self, weight: Tensor) -> None:
+        """Check what can be checked of a certificate without the values of the weight.
+
+        Raises:
+            ValueError: If the scale was certified for something else.
+        """
+        known = self._certified[0] if self._certified else None
+        terms = self._certified[1:] == self._terms
+        if not isinstance(known, Tensor) or not terms or known.dtype != weight.dtype:
+            raise ValueError(
+                f"{self.name or 'the layer'}: the precision or the limit of a constrained layer "
+                f"changed after it was certified; call .eval() again before torch.export"
+            )
 
     def _limit(self, weight: Tensor) -> Limit:
         method = self.method if self.map is None else "spectral"
@@ -233,9 +269,13 @@ class Constrained(nn.Module):
         layer = self._layer[0]
         if not parametrize.is_parametrized(layer, "weight"):
             return None
-        made = layer.parametrizations["weight"]  # type: ignore[index]
-        registered = any(each is self for each in made)
-        return self._mapped(made.original).detach() if registered else None  # type: ignore
+        made: Any = layer.parametrizations["weight"]  # type: ignore[index]
+        if not any(each is self for each in made):
+            return None
+        size = made.original.numel() * made.original.element_size()
+        if made.original.untyped_storage().nbytes() < size:
+            return None  # sharded training has freed it until the layer runs
+        return self._mapped(made.original).detach()
 
     def extra_repr(self) -> str:
         return f"norm={self.norm:g}, {self.method!r}"
@@ -267,6 +307,7 @@ class _Peers:
         return (peer for member in self._members if (peer := member()) is not None)
 
     def add(self, constraint: Constrained) -> None:
+        self._members = [member for member in self._members if member() is not None]
         self._members.append(weakref.ref(constraint))
 
 
@@ -336,13 +377,29 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
             f"bound, use none, and check the whole network with lipbound.audit",
             stacklevel=2,
         )
-    modes = {name: layer.training for name, layer in found.items()}
-    for name, layer in found.items():  # all fit: nothing is left half done
-        layer.training = True  # eval mode would certify one by one
-        parametrize.register_parametrization(layer, "weight", made[name])
-    for name, layer in found.items():
-        layer.train(modes[name])
+    _register(found, made)
     return module
+
+
+def _register(layers: Mapping[str, Any], made: Mapping[str, Constrained]) -> None:
+    """Put the constraints on their layers, and certify those in eval mode; all, or none of them."""
+    modes = {name: layer.training for name, layer in layers.items()}
+    mapped = [name for name in layers if made[name].map is not None]  # gets other free weights
+    before = {name: layers[name].weight.detach().clone() for name in mapped}
+    try:
+        for name, layer in layers.items():
+            layer.training = True  # eval mode would certify one by one
+            parametrize.register_parametrization(layer, "weight", made[name])
+        for name, layer in layers.items():
+            layer.train(modes[name])
+    except BaseException:
+        for name, layer in layers.items():
+            layer.training = modes[name]
+            if parametrize.is_parametrized(layer, "weight"):
+                parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+            if name in before:
+                layer.weight.data = before[name]
+        raise
 
 
 def _made(
@@ -350,7 +407,7 @@ def _made(
 ) -> Constrained:
     """Make the parametrization of a layer, whose name begins the message of an error."""
     try:
-        return Constrained(layer, norm, method, rtol, peers)
+        return Constrained(layer, name, norm, method, rtol, peers)
     except ValueError as error:
         raise ValueError(f"{name}: {error}" if name else str(error)) from None
 
@@ -364,15 +421,19 @@ def unconstrain(module: M) -> M:
         >>> type(layer.weight).__name__, bracket(layer).upper <= 0.500001
         ('Parameter', True)
     """
-    for layer in list(module.modules()):
-        if parametrize.is_parametrized(layer, "weight") and any(
-            isinstance(p, Constrained)
-            for p in layer.parametrizations["weight"]  # type: ignore[index]
-        ):
-            for constraint in layer.parametrizations["weight"]:  # type: ignore[index]
-                constraint.eval()
-            if len(layer.parametrizations) == 1:  # type: ignore[arg-type]
-                bake(layer, shared_parameters(module))
-            else:
-                parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+    layers = {
+        layer: [p for p in layer.parametrizations["weight"] if isinstance(p, Constrained)]  # type: ignore
+        for layer in module.modules()
+        if parametrize.is_parametrized(layer, "weight")
+    }
+    for constraints in layers.values():
+        for constraint in constraints:  # all are certified before the first layer is changed
+            constraint.eval()
+    for layer, constraints in layers.items():
+        if not constraints:
+            continue
+        if len(layer.parametrizations) == 1:  # type: ignore[arg-type]
+            bake(layer, shared_parameters(module))
+        else:
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
     return module

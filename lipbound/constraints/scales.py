@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -27,12 +28,21 @@ class Limit:
     method: str
     rtol: float
 
+    def __post_init__(self) -> None:
+        check_norm(self.norm)
+
+
+def check_norm(norm: float) -> None:
+    """Check that a limit is a positive number."""
+    if not isinstance(norm, Real) or not norm > 0:
+        raise ValueError(f"norm={norm!r} must be positive, for example 1.0")
+
 
 @torch.no_grad()
 def certified_scales(limits: Sequence[Limit]) -> list[float]:
     """Scales in (0, 1] such that the rounded product of scale and weight keeps each limit."""
     kernels = [limit.conv.kernel for limit in limits]
-    scales = [torch.ones((), dtype=widened(kernel).dtype) for kernel in kernels]
+    scales = [torch.ones((), dtype=widened(kernel).dtype, device="cpu") for kernel in kernels]
     shrinks = [torch.finfo(kernel.dtype).eps for kernel in kernels]
     left = list(range(len(limits)))
     while left:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lipbound import BOUNDS, bracket, brackets, constrain, exact, unconstrain
-from lipbound.constraints import scales
+from lipbound.constraints import norm_limit, scales
 from lipbound.robust.models import SmallCNN
 
 
@@ -229,6 +229,8 @@ def test_compile_export_autocast_and_inference():
     [
         (lambda: constrain(nn.ReLU()), "has no convolution"),
         (lambda: constrain(nn.Conv2d(1, 1, 1), 0.0), "norm=0.0 must be positive"),
+        (lambda: constrain(nn.Conv2d(1, 1, 1), "1"), "norm='1' must be positive"),
+        (lambda: constrain(nn.Conv2d(1, 1, 1), rtol=5), "rtol=5 must lie between 0 and 1"),
         (lambda: constrain(nn.Conv2d(1, 1, 1), 1.0, "guess"), "unknown method 'guess'"),
     ],
 )
@@ -328,6 +330,98 @@ def test_other_layers_do_not_disturb_a_certificate():
         model.eval()
 
 
+WRONG = {
+    "on another device": lambda layer: layer.to("meta"),
+    "no width": lambda layer: setattr(layer.parametrizations.weight[0], "rtol", 5),
+    "no limit": lambda layer: setattr(layer.parametrizations.weight[0], "norm", -1.0),
+    "another shape": lambda layer: setattr(free(layer), "data", torch.zeros(0)),
+    "freed": lambda layer: free(layer).untyped_storage().resize_(0),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_with_one_layer_concerns_no_other(wrong):
+    model = constrain(nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)), 0.5)
+    WRONG[wrong](model[1])
+    assert bracket(model[0].eval()).upper <= 0.5
+
+
+def test_limits_that_are_no_longer_positive_are_refused():
+    layer = constrain(nn.Conv2d(2, 2, 3)).eval()
+    layer.parametrizations.weight[0].norm = -1.0
+    with pytest.raises(ValueError, match=r"norm=-1\.0 must be positive"):
+        layer(torch.zeros(1, 2, 5, 5))
+
+
+def test_a_write_during_the_search_is_noticed(monkeypatch):
+    """As of a thread that trains the weights."""
+    layer = constrain(nn.Conv2d(2, 2, 3), 0.5).eval()
+
+    def interrupted(limits):
+        found = scales.certified_scales(limits)
+        with torch.no_grad():
+            free(layer).mul_(100)
+        return found
+
+    with torch.no_grad():
+        free(layer).mul_(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(norm_limit, "certified_scales", interrupted)
+        layer(torch.zeros(1, 2, 5, 5))
+    assert bracket(layer).upper <= 0.5
+
+
+@pytest.mark.parametrize("method", ["spectral", "cayley"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_model_that_cannot_be_certified_is_left_alone(monkeypatch, method, error):
+    def failing(limits):
+        raise error("stop")
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).train()
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setattr(norm_limit, "certified_scales", failing)
+    with pytest.raises(error, match="stop"):
+        constrain(model, 0.1, method)
+    assert [layer.training for layer in model] == [True, False]
+    assert not any(parametrize.is_parametrized(layer) for layer in model)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_a_model_that_cannot_be_certified_stays_constrained():
+    model = constrain(nn.Sequential(*(nn.Conv2d(2, 2, 3) for _ in range(3))))
+    with torch.no_grad():
+        free(model[1]).fill_(torch.nan)
+    with pytest.raises(ValueError, match="1: the kernel"):
+        unconstrain(model)
+    assert all(parametrize.is_parametrized(layer) for layer in model)
+
+
+def test_a_search_takes_only_so_many_weights(monkeypatch, searches):
+    monkeypatch.setattr(norm_limit, "TOGETHER", {"cpu": 90})
+    model = constrain(nn.Sequential(*(nn.Conv2d(2, 2, 3) for _ in range(5))), 100.0).eval()
+    assert searches == [2, 2, 1]
+    assert all(found.upper <= 100 for found in brackets(model).values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.bfloat16(),
+        lambda layer: setattr(layer.parametrizations.weight[0], "norm", 0.1),
+    ],
+)
+def test_an_export_refuses_a_certificate_of_something_else(change):
+    layer = constrain(nn.Conv2d(2, 3, 3)).eval()
+    change(layer)
+    x = torch.randn(1, 2, 6, 6, dtype=free(layer).dtype)
+    with pytest.raises(ValueError, match=r"call \.eval\(\) again"):
+        torch.export.export(layer, (x,))
+    layer.eval()
+    exported = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(exported(x), layer(x))
+
+
 def test_layers_constrained_in_eval_mode_are_certified_together(searches):
     model = constrain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(5, 6)).eval(), 0.1)
     assert searches[0] == 2
@@ -359,6 +453,11 @@ def test_weights_that_are_no_numbers_are_named():
         free(layer).fill_(torch.nan)
     with pytest.raises(ValueError, match="NaN or infinite"):
         layer.eval()
+    model = constrain(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(2, 3, 3)))
+    with torch.no_grad():
+        free(model[1]).fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"^1: the kernel .* has 54 NaN"):
+        model.eval()
 
 
 def test_a_little_above_the_limit_is_above_it():

@@ -385,6 +385,11 @@ When a search shaped for a GPU was written, a campaign on an H200 and readers at
 - CUDA graphs that are captured on one stream share a workspace of cuBLAS, and overwrite each other's numbers when they run at the same time. Upper ends of a few layers were too small. Every graph has a workspace of its own now.
 - A replay that does nothing would have left the answers of earlier weights. Answers now carry the number of their question. Cells that reach a right angle, where the lemma does not hold, are left open on the host.
 
+A reader attacked `constrain` when it learned to certify all layers of a model in one search, before any release. He found this:
+
+- A weight that another thread changed during the search was taken for the one that was certified. Copies are searched now.
+- What was wrong with one layer stopped the certificates of others, and a model in eval mode that could not be certified was left half changed. An export after a change of precision or of the limit used the earlier scale.
+
 No check sees the following: values that a forward method reads in a hidden way (in another thread, through ctypes or `to_dlpack`), and a network that changes its behaviour later, by a counter in a global variable or by the clock. An audit holds for one precision: a forward method that branches on the dtype of its input is another network in each precision.
 """
 
