@@ -307,10 +307,10 @@ def _message(name: str, error: object) -> str:
     return f"{name}: {error}" if name else str(error)
 
 
-def check_kernel(kernel: Tensor, name: str = "") -> None:
-    """Check that the kernel of the layer ``name`` is a finite, real floating-point tensor."""
+def check_kernel(kernel: Tensor) -> None:
+    """Check that the kernel is a finite, real, non-empty floating-point tensor."""
     check_form(kernel)
-    check_values(kernel, name)
+    check_values(kernel)
 
 
 def check_form(kernel: Tensor) -> None:

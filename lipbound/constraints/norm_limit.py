@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -57,10 +58,6 @@ class Constrained(nn.Module):
         self, layer: nn.Module, name: str, norm: float, method: str, rtol: float, peers: _Peers
     ):
         super().__init__()
-        if method not in BOUNDS and method not in MAPS:
-            raise unknown("method", method, [*BOUNDS, *MAPS])
-        check_norm(norm)
-        check_rtol(rtol)
         self.name, self.norm, self.method, self.rtol = name, float(norm), method, rtol
         conv = convolution(layer)
         conv = replace(conv, kernel=conv.kernel.detach())
@@ -71,6 +68,7 @@ class Constrained(nn.Module):
         self.conv = replace(conv, kernel=conv.kernel[:0])
         self._layer = (layer,)  # in a tuple, so that it is not a submodule
         self._made_for = _geometry(layer)
+        self.order = [*layer._parameters]  # an optimizer counts them
         self._peers = peers
         peers.add(self)
         # Neither is saved: loaded weights are certified again. The scale is a Python number, so
@@ -100,11 +98,11 @@ class Constrained(nn.Module):
                 return scaled(weight, (self.norm / self._estimate(weight)).clamp_max(1.0))
         if torch.compiler.is_exporting():  # the graph uses the scale found before
             self._check_certified(weight)
-        elif torch.compiler.is_compiling():  # it reads values, so the graph breaks here
-            torch.compiler.disable(self._certify)(weight)
-        else:
-            return scaled(weight, self._certify(weight))
-        return scaled(weight, self.scale)
+            return scaled(weight, self.scale)
+        weight = weight.clone()  # another thread may write to it before it is scaled
+        if torch.compiler.is_compiling():  # it reads values, so the graph breaks here
+            return scaled(weight, torch.compiler.disable(self._certify)(weight))
+        return scaled(weight, self._certify(weight))
 
     def train(self, mode: bool = True) -> Constrained:
         """Set the mode. Leaving training mode certifies the scale, which an export then uses.
@@ -115,12 +113,21 @@ class Constrained(nn.Module):
         self._renew()
         return self
 
-    def _renew(self, together: bool = True) -> None:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Constrained:
+        """Forget the certificate when the precision changes, which may round the weight."""
+        if self._certified:
+            known = self._certified[0]
+            assert isinstance(known, Tensor)
+            if fn(known.new_zeros(1)).dtype != known.dtype:
+                self._certified = ()
+        return super()._apply(fn, recurse)
+
+    def _renew(self, peers: str = "all") -> None:
         """Forget the weight of before; in eval mode, certify the one of now."""
         parametrize._cache.pop((id(self._layer[0]), "weight"), None)  # see parametrize.cached()
         weight = None if self.training else self._own_weight()
         if weight is not None:
-            self._certify(weight, together)
+            self._certify(weight.clone(), peers)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -136,16 +143,17 @@ class Constrained(nn.Module):
         for name, value in _geometry(layer).items():
             if value != self._made_for[name]:
                 raise ValueError(
-                    f"{name} of this constrained {_kind(layer)} was {self._made_for[name]!r} when "
-                    f"constrain was called and is now {value!r}; set it back, call unconstrain, "
-                    f"then change it and call constrain again"
+                    f"{_prefix(self.name)}{name} of this constrained {_kind(layer)} was "
+                    f"{self._made_for[name]!r} when constrain was called and is now {value!r}; set "
+                    f"it back, call unconstrain, then change it and call constrain again"
                 )
         if parametrize.is_parametrized(layer, "weight"):
             after = layer.parametrizations["weight"][-1]  # type: ignore[index]
             if isinstance(after, nn.Module) and after is not self:
                 raise ValueError(
-                    f"{type(after).__name__} was registered on a weight that constrain limits, so "
-                    f"the limit does not hold; remove both with torch.nn.utils.parametrize."
+                    f"{_prefix(self.name)}{type(after).__name__} was registered on a weight that "
+                    f"constrain limits, so the limit does not hold; remove both with "
+                    f"torch.nn.utils.parametrize."
                     f"remove_parametrizations(layer, 'weight', leave_parametrized=False), then "
                     f"call constrain again without it"
                 )
@@ -191,40 +199,48 @@ class Constrained(nn.Module):
             self.left.copy_(left)
         return (values.amax() * conv.padding_gain()).clamp_min(1e-30)
 
-    def _certify(self, weight: Tensor, together: bool = True) -> float:
-        """Certify the scale unless it was certified for this weight, and return it.
+    def _certify(self, weight: Tensor, peers: str = "eval") -> float:
+        """Return a scale that is certified for this weight, which no other thread may change.
 
-        With ``together``, other layers of the model whose weights have changed are certified in
-        the same search, because a model changes mode layer by layer.
+        A model changes mode layer by layer, so that the other layers whose weights have changed
+        are certified in the same search: ``"all"``, those in ``"eval"`` mode, or ``"none"``.
         """
-        if self._is_certified(weight):
-            return self.scale
-        check_kernel(weight, self.name)
-        own = weight.detach().clone()  # another thread may write to the weights meanwhile
+        known = self._known_scale(weight)
+        if known is not None:
+            return known
+        own, others = weight.detach(), []
         try:
-            found = [(self, own), *(self._changed_peers(own) if together else ())]
+            check_kernel(own)
+            others = self._changed_peers(own, peers)
+            found = [(self, own), *others]
             scales = certified_scales([each._limit(copied) for each, copied in found])
-        except Exception:
-            if not together:
-                raise
-            # Whatever is wrong with another layer is said when that layer is certified.
-            return self._certify(own, together=False)
+        except Exception as error:
+            if not others:
+                raise _named_error(self.name, error) from None
+            for peer, copied in others:  # it says what is wrong with it when it is used
+                with suppress(Exception):
+                    peer._certify(copied, "none")
+            return self._certify(own, "none")
         for (each, copied), scale in zip(found, scales, strict=True):
             each.scale = scale
             each._certified = (copied, scale, *each._terms[1:])
         return scales[0]
 
-    def _changed_peers(self, own: Tensor) -> list[tuple[Constrained, Tensor]]:
+    def _changed_peers(self, own: Tensor, peers: str) -> list[tuple[Constrained, Tensor]]:
         """Other constraints on the same device, and copies of their weights, to certify now."""
         room = TOGETHER.get(own.device.type, TOGETHER["cpu"]) - own.numel()
-        found = []
+        found: list[tuple[Constrained, Tensor]] = []
         for peer in self._peers:
-            weight = None if peer is self else peer._own_weight()
-            if weight is None or weight.device != own.device or weight.numel() > room:
+            if peer is self or peers == "none" or (peers == "eval" and peer.training):
                 continue
-            if not peer._is_certified(weight) and bool(weight.isfinite().all()):
-                found.append((peer, weight.clone()))
-                room -= weight.numel()
+            free = peer._free_weight()
+            if free is None or free.device != own.device or free.numel() > room:
+                continue
+            with suppress(Exception):  # as above
+                weight = peer._mapped(free).detach().clone()
+                if peer._known_scale(weight) is None and bool(weight.isfinite().all()):
+                    found.append((peer, weight))
+                    room -= weight.numel()
         return found
 
     def _check_certified(self, weight: Tensor) -> None:
@@ -237,8 +253,8 @@ class Constrained(nn.Module):
         terms = self._certified[1:] == self._terms
         if not isinstance(known, Tensor) or not terms or known.dtype != weight.dtype:
             raise ValueError(
-                f"{self.name or 'the layer'}: the precision or the limit of a constrained layer "
-                f"changed after it was certified; call .eval() again before torch.export"
+                f"{_prefix(self.name)}this layer was not certified with its present precision and "
+                f"limit; call .eval() before torch.export"
             )
 
     def _limit(self, weight: Tensor) -> Limit:
@@ -250,35 +266,52 @@ class Constrained(nn.Module):
         """What a certificate depends on besides the weight."""
         return self.scale, self.norm, self.method, self.rtol
 
-    def _is_certified(self, weight: Tensor) -> bool:
-        """Whether the scale was certified for this weight and the present terms.
+    def _known_scale(self, weight: Tensor) -> float | None:
+        """The scale, if it was certified for this weight and the present terms.
 
         The weight is compared entry by entry, because version counters miss changes by fused
         optimizers and through ``.data``.
         """
-        if not self._certified or self._certified[1:] != self._terms:
-            return False
-        known = self._certified[0]
+        certified = self._certified
+        if not certified or certified[1:] != self._terms:
+            return None
+        known, scale = certified[:2]
         assert isinstance(known, Tensor)
+        assert isinstance(scale, float)
         same = known.dtype == weight.dtype and known.device == weight.device
-        return same and torch.equal(known, weight)
+        return scale if same and torch.equal(known, weight) else None
 
-    @torch.no_grad()
-    def _own_weight(self) -> Tensor | None:
-        """The weight before it is scaled; ``None`` if this is not registered on the layer."""
+    def _free_weight(self) -> Tensor | None:
+        """The weight as it is stored; ``None`` if this is not registered on the layer."""
         layer = self._layer[0]
         if not parametrize.is_parametrized(layer, "weight"):
             return None
         made: Any = layer.parametrizations["weight"]  # type: ignore[index]
         if not any(each is self for each in made):
             return None
-        size = made.original.numel() * made.original.element_size()
-        if made.original.untyped_storage().nbytes() < size:
-            return None  # sharded training has freed it until the layer runs
-        return self._mapped(made.original).detach()
+        free: Tensor = made.original
+        size = free.numel() * free.element_size()
+        # Sharded training frees it until the layer runs.
+        return None if free.untyped_storage().nbytes() < size else free
+
+    @torch.no_grad()
+    def _own_weight(self) -> Tensor | None:
+        """The weight before it is scaled; ``None`` if there is none."""
+        free = self._free_weight()
+        return None if free is None else self._mapped(free).detach()
 
     def extra_repr(self) -> str:
         return f"norm={self.norm:g}, {self.method!r}"
+
+
+def _prefix(name: str) -> str:
+    """The beginning of a message about the layer of this name."""
+    return f"{name}: " if name else ""
+
+
+def _named_error(name: str, error: Exception) -> Exception:
+    """The error, with the layer's name if it is about a value."""
+    return ValueError(f"{_prefix(name)}{error}") if isinstance(error, ValueError) else error
 
 
 def _kind(layer: nn.Module) -> str:
@@ -316,7 +349,7 @@ def _loaded(module: Constrained, incompatible: object) -> None:
 
     The weights of other layers may not be loaded yet.
     """
-    module._renew(together=False)
+    module._renew(peers="none")
 
 
 def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: float = 1e-3) -> M:
@@ -349,6 +382,10 @@ def constrain(module: M, norm: float = 1.0, method: str = "spectral", *, rtol: f
         >>> bracket(layer).upper <= 1.000001
         True
     """
+    if method not in BOUNDS and method not in MAPS:
+        raise unknown("method", method, [*BOUNDS, *MAPS])
+    check_norm(norm)
+    check_rtol(rtol)
     found = {name: m for name, m in module.named_modules() if isinstance(m, _ConvNd | nn.Linear)}
     if not found:
         raise ValueError(f"{type(module).__name__} has no convolution or Linear layer")
@@ -399,7 +436,15 @@ def _register(layers: Mapping[str, Any], made: Mapping[str, Constrained]) -> Non
                 parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
             if name in before:
                 layer.weight.data = before[name]
+            _reorder(layer, made[name].order)
         raise
+
+
+def _reorder(layer: nn.Module, names: Sequence[str]) -> None:
+    """Give the parameters their order of before, by which optimizers store their states."""
+    for name in names:
+        if name in layer._parameters:
+            layer._parameters[name] = layer._parameters.pop(name)
 
 
 def _made(
@@ -409,7 +454,7 @@ def _made(
     try:
         return Constrained(layer, name, norm, method, rtol, peers)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}" if name else str(error)) from None
+        raise _named_error(name, error) from None
 
 
 def unconstrain(module: M) -> M:
@@ -426,9 +471,17 @@ def unconstrain(module: M) -> M:
         for layer in module.modules()
         if parametrize.is_parametrized(layer, "weight")
     }
-    for constraints in layers.values():
-        for constraint in constraints:  # all are certified before the first layer is changed
+    modes = {each: each.training for constraints in layers.values() for each in constraints}
+    try:  # all are certified and checked before the first layer is changed
+        for constraint in modes:
             constraint.eval()
+        for layer, constraints in layers.items():
+            if constraints:
+                _ = layer.weight
+    except BaseException:
+        for constraint, mode in modes.items():
+            nn.Module.train(constraint, mode)
+        raise
     for layer, constraints in layers.items():
         if not constraints:
             continue
@@ -436,4 +489,5 @@ def unconstrain(module: M) -> M:
             bake(layer, shared_parameters(module))
         else:
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+        _reorder(layer, constraints[0].order)
     return module

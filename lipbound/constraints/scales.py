@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -35,7 +36,7 @@ class Limit:
 def check_norm(norm: float) -> None:
     """Check that a limit is a positive number."""
     if not isinstance(norm, Real) or not norm > 0:
-        raise ValueError(f"norm={norm!r} must be positive, for example 1.0")
+        raise ValueError(f"norm={norm!r} must be a positive Python number, for example 1.0")
 
 
 @torch.no_grad()
@@ -47,7 +48,9 @@ def certified_scales(limits: Sequence[Limit]) -> list[float]:
     left = list(range(len(limits)))
     while left:
         uppers = _uppers(limits, scales, left)
-        left = [i for i in left if not uppers[i] <= limits[i].norm]
+        if any(map(math.isnan, uppers.values())):
+            raise ValueError("a bound on the norm is not a number; use weights of ordinary size")
+        left = [i for i in left if uppers[i] > limits[i].norm]
         for i in left:
             # The scale must always decrease, even if it or the weights are subnormal.
             below = torch.nextafter(scales[i], torch.zeros_like(scales[i]))

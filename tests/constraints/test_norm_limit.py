@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,8 +229,8 @@ def test_compile_export_autocast_and_inference():
     ("call", "message"),
     [
         (lambda: constrain(nn.ReLU()), "has no convolution"),
-        (lambda: constrain(nn.Conv2d(1, 1, 1), 0.0), "norm=0.0 must be positive"),
-        (lambda: constrain(nn.Conv2d(1, 1, 1), "1"), "norm='1' must be positive"),
+        (lambda: constrain(nn.Conv2d(1, 1, 1), 0.0), "norm=0.0 must be a positive"),
+        (lambda: constrain(nn.Conv2d(1, 1, 1), "1"), "norm='1' must be a positive"),
         (lambda: constrain(nn.Conv2d(1, 1, 1), rtol=5), "rtol=5 must lie between 0 and 1"),
         (lambda: constrain(nn.Conv2d(1, 1, 1), 1.0, "guess"), "unknown method 'guess'"),
     ],
@@ -349,7 +350,7 @@ def test_what_is_wrong_with_one_layer_concerns_no_other(wrong):
 def test_limits_that_are_no_longer_positive_are_refused():
     layer = constrain(nn.Conv2d(2, 2, 3)).eval()
     layer.parametrizations.weight[0].norm = -1.0
-    with pytest.raises(ValueError, match=r"norm=-1\.0 must be positive"):
+    with pytest.raises(ValueError, match=r"norm=-1\.0 must be a positive"):
         layer(torch.zeros(1, 2, 5, 5))
 
 
@@ -371,6 +372,49 @@ def test_a_write_during_the_search_is_noticed(monkeypatch):
     assert bracket(layer).upper <= 0.5
 
 
+def test_a_write_after_the_comparison_changes_nothing(monkeypatch):
+    layer = constrain(nn.Conv2d(2, 2, 3), 0.5).eval()
+    certify = norm_limit.Constrained._certify
+
+    def interrupted(self, *given):
+        scale = certify(self, *given)
+        with torch.no_grad():
+            free(layer).mul_(100)
+        return scale
+
+    monkeypatch.setattr(norm_limit.Constrained, "_certify", interrupted)
+    weight = layer.weight
+    assert bracket(weight).upper <= 0.5
+
+
+@pytest.mark.parametrize("method", ["lipbound", "spectral"])
+def test_a_bound_that_is_no_number_proves_nothing(monkeypatch, method):
+    nothing = {"0": replace(bracket(torch.ones(1, 1)), upper=torch.nan)}
+    monkeypatch.setattr(scales, "brackets", lambda *_: nothing)
+    monkeypatch.setattr(scales, "bound", lambda *_: torch.tensor(torch.nan))
+    with pytest.raises(ValueError, match="is not a number"):
+        constrain(nn.Linear(2, 2), 1.0, method).eval()
+
+
+def test_one_wrong_layer_costs_no_second_search_of_the_others(searches):
+    model = constrain(nn.Sequential(*(nn.Conv2d(2, 2, 3) for _ in range(9))), 0.01)
+    model[8].parametrizations.weight[0].method = "guess"
+    with pytest.raises(ValueError, match=r"^8: unknown"):
+        model.eval()
+    assert len(searches) < 3 * 9
+
+
+def test_layers_in_training_mode_are_left_alone(searches):
+    model = constrain(nn.Sequential(*(nn.Conv2d(2, 2, 3) for _ in range(4))))
+    model[0].eval()
+    searches.clear()
+    with torch.no_grad():
+        for layer in model:
+            free(layer).mul_(9)
+    assert bracket(model[0]).upper <= 1
+    assert set(searches) == {1}
+
+
 @pytest.mark.parametrize("method", ["spectral", "cayley"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_model_that_cannot_be_certified_is_left_alone(monkeypatch, method, error):
@@ -384,6 +428,7 @@ def test_a_model_that_cannot_be_certified_is_left_alone(monkeypatch, method, err
     with pytest.raises(error, match="stop"):
         constrain(model, 0.1, method)
     assert [layer.training for layer in model] == [True, False]
+    assert [name for name, _ in model.named_parameters()] == list(before)
     assert not any(parametrize.is_parametrized(layer) for layer in model)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
@@ -395,6 +440,15 @@ def test_a_model_that_cannot_be_certified_stays_constrained():
     with pytest.raises(ValueError, match="1: the kernel"):
         unconstrain(model)
     assert all(parametrize.is_parametrized(layer) for layer in model)
+    assert all(part.training for part in model.modules())
+    with torch.no_grad():
+        free(model[1]).fill_(1)
+    model[1].stride = (2, 2)
+    with pytest.raises(ValueError, match="1: stride of this constrained Conv2d"):
+        unconstrain(model)
+    assert all(parametrize.is_parametrized(layer) for layer in model)
+    model[1].stride = (1, 1)
+    assert [name for name, _ in unconstrain(model)[0].named_parameters()] == ["weight", "bias"]
 
 
 def test_a_search_takes_only_so_many_weights(monkeypatch, searches):
@@ -408,6 +462,7 @@ def test_a_search_takes_only_so_many_weights(monkeypatch, searches):
     "change",
     [
         lambda layer: layer.bfloat16(),
+        lambda layer: layer.bfloat16().float(),
         lambda layer: setattr(layer.parametrizations.weight[0], "norm", 0.1),
     ],
 )
@@ -415,7 +470,7 @@ def test_an_export_refuses_a_certificate_of_something_else(change):
     layer = constrain(nn.Conv2d(2, 3, 3)).eval()
     change(layer)
     x = torch.randn(1, 2, 6, 6, dtype=free(layer).dtype)
-    with pytest.raises(ValueError, match=r"call \.eval\(\) again"):
+    with pytest.raises(ValueError, match=r"call \.eval\(\) before"):
         torch.export.export(layer, (x,))
     layer.eval()
     exported = torch.export.export(layer, (x,)).module()
