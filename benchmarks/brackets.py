@@ -13,7 +13,7 @@ is a record for every network and search.
 Gram iteration runs as published: float32, 5 products, the symbol on a 10×10 grid (60 points by
 conjugate symmetry), strides ignored, one layer after another. ``--sound`` adds Gram iteration with
 the same guarantee as a bracket's upper end: float64, a grid and a number of products that are fine
-enough for ``rtol``, widened.
+enough for ``rtol``, and a factor for what lies between the points of the grid.
 
 Times are medians of ``--repeats`` calls after ``--warm`` calls, in which libraries choose
 algorithms and graphs are captured. A later call with new weights may still capture a graph, because
@@ -239,12 +239,18 @@ def main() -> None:
     )
     parser.add_argument("--network", default=["resnet18"], nargs="+", choices=NAMES, metavar="NAME",
                         help=f"one or more of {', '.join(NAMES)}")  # fmt: skip
-    parser.add_argument("--rtol", type=float, default=1e-3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rtol", type=float, default=1e-3,
+                        help="relative width of the brackets (default 1e-3)")  # fmt: skip
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="cpu or cuda (default: a GPU if there is one)")  # fmt: skip
     parser.add_argument(
         "--weights", help="safetensors with torchvision's names; missing layers are left out"
     )
-    parser.add_argument("--run", type=Path, help="use a network of `lipbound train` instead")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        help="use the weights of a network of `lipbound train` instead, whatever its architecture",
+    )
     parser.add_argument(
         "--warm",
         type=int,
@@ -257,7 +263,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--search", nargs="+", choices=("levels", "plain"),
-        help="search level by level, or cell by cell; by default as `brackets` does there",
+        help="search level by level, or cell by cell (default: as `lipbound.brackets` does there)",
     )  # fmt: skip
     parser.add_argument(
         "--sound",

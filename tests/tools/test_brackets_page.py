@@ -28,7 +28,7 @@ def records(monkeypatch):
 def test_the_faster_search_counts(records, seconds, told):
     for network, own in zip("ab", seconds, strict=True):
         records["brackets-gpu"] += [made(network), made(network, "levels", own)]
-    assert f"on all 1 networks on a CPU, and on {told} networks on a GPU" in brackets.summary()
+    assert f"in all 1 cases on a CPU, and in {told} cases on a GPU" in brackets.summary()
     assert brackets.summary() in brackets.section()
     assert brackets.claim()[0] == brackets.summary()
 

@@ -380,7 +380,7 @@ LipBound of a whole network, with its gradient, costs at most one step of SGD on
 
 {SIGMA} {PAPER} The *penalty* is the sum of the logarithms of such bounds over a network's layers, which a training loss can include.
 
-{MADE} Every table names its command and machine. All times are of one run.
+{MADE} Every table names its command and machine. Each time is from one run.
 """,
         penalty(),
         layer_by_layer(),

@@ -19,9 +19,9 @@ CLAIMS = {
     "bracket lower": "`bracket(layer).lower` ≤ σ1 at its own frequency",
     "levels upper": "the upper end by levels ≥ σ1 for every input size",
     "levels lower": "the lower end by levels ≤ σ1 at its own frequency",
-    "levels, plain upper": "the upper end by levels ≥ the lower end cell by cell",
-    "levels, plain lower": "the lower end by levels ≤ the upper end cell by cell",
-    "levels, width": "the width by levels ≤ `rtol`, or twice that of the search cell by cell",
+    "levels, plain upper": "the upper end by levels ≥ the lower end of the usual search",
+    "levels, plain lower": "the lower end by levels ≤ the upper end of the usual search",
+    "levels, width": "the width by levels ≤ `rtol`, or twice that of the usual search",
     "sized bracket upper": "`bracket(layer, input_shape=…).upper` ≥ σ1 at that size",
     "sized bracket lower": "`bracket(layer, input_shape=…).lower` ≤ σ1 at that size",
     "spectral": "`bound(layer)`, differentiable, ≥ σ1",
@@ -168,14 +168,14 @@ def levels() -> str:
     used = (
         f"Devices of the kind {' and '.join(sorted(BY_LEVELS))} use this search by default."
         if BY_LEVELS
-        else "No device uses this search by default, until this campaign has run on a GPU without a "
-        "violation."
+        else "No device uses this search by default: an early version failed on an H200, and the "
+        "campaign has not been recorded there since that was mended."
     )
     return f"""## The search by levels
 
 **{total.count:,} random layers were searched by levels, with {len(total.violations)} violations.**
 
-The command is `python -m verify campaign --parts levels`. A search by levels treats many layers side by side and reads a device once a level, as a GPU needs it (`lipbound.bounds.supremum.levels`). Here its brackets are held against the true value, as above, and against the search cell by cell on a processor, which defines it: the supremum lies in both brackets, so neither may lie beyond the other. Half of the seeds make the factors of large matrices also for small ones, and half handle their cells in turns. On a GPU, graphs are captured for other weights first. {used}
+The search by levels is written for GPUs: it treats many layers side by side and reads the device once for each level of refinement (`lipbound.bounds.supremum.levels`). The command is `python -m verify campaign --parts levels`. Its brackets are compared with the true value, as above, and with those of the usual search on a processor. Both brackets contain the same true value, so they must overlap. Half of the seeds use the factorization meant for large matrices on small ones too, and half split the work into several portions. On a GPU, the CUDA graphs are captured with other weights, so that old answers would be noticed. {used}
 
 {claims(total)}
 
@@ -380,15 +380,16 @@ A third reader attacked batches of certificates and the matrices between the sta
 - A network that mixed the inputs of a batch by less than 1 % got a radius for the class that an input has in its batch, if the rounding of an operation is not bounded. A mixing as small as the rounding was not refused either. Every radius now follows from the logits of each input alone.
 - Upper ends were printed to the nearest digit: 1.00005 as 1. Those in tables, summaries and on the page are rounded up now.
 
-When a search shaped for a GPU was written, a campaign on an H200 and readers attacked it, before it was used:
+When the [search by levels](#the-search-by-levels) was written, a campaign on an H200 and readers attacked it, before it was used:
 
 - CUDA graphs that are captured on one stream share a workspace of cuBLAS, and overwrite each other's numbers when they run at the same time. Upper ends of a few layers were too small. Every graph has a workspace of its own now.
-- A replay that does nothing would have left the answers of earlier weights. Answers now carry the number of their question. Cells that reach a right angle, where the lemma does not hold, are left open on the host.
+- If a CUDA graph had failed to run, old answers would have been read. Every answer now carries a number that is checked. The host also checks that no cell is so large that [its bound](theory.md) does not hold.
 
-A reader attacked `constrain` when it learned to certify all layers of a model in one search, before any release. He found this:
+When `constrain` learned to certify all layers of a model in one search, two readers attacked it, before any release:
 
-- A weight that another thread changed during the search was taken for the one that was certified. Copies are searched now.
-- What was wrong with one layer stopped the certificates of others, and a model in eval mode that could not be certified was left half changed. An export after a change of precision or of the limit used the earlier scale.
+- Another thread could change a weight during the search, or between the comparison and the product. The new weight was then above the limit. The search and the product now use one copy.
+- What was wrong with one layer stopped the certificates of others, or made every layer search again. A `constrain` or `unconstrain` that failed left the model half changed, or its parameters in another order, by which optimizers store their states.
+- An export after a change of precision or of the limit used the earlier scale. It is refused now. A bound that is not a number made a search endless.
 
 No check sees the following: values that a forward method reads in a hidden way (in another thread, through ctypes or `to_dlpack`), and a network that changes its behaviour later, by a counter in a global variable or by the clock. An audit holds for one precision: a forward method that branches on the dtype of its input is another network in each precision.
 """
