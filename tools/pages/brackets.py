@@ -78,7 +78,7 @@ def section() -> str:
 
 A bracket is a lower and an upper end, both proved, here at most 0.1 % apart (`rtol` = 1e-3). A case is a network with given weights. All convolutions of the network are bracketed. The command is `python -m benchmarks.brackets --network NAME [--weights FILE]`, or `--run` with a network of `lipbound train`; times are wall time, medians of the calls of one run. {_about_calls(cpu + gpu)}
 
-Gram iteration (float32, five iterations, a 10×10 grid) runs in the same run. A ratio above 1 means that the brackets are faster. An *evaluation* computes a layer's matrix at one frequency; 1×1 layers need one. *Operations* are the tensor operations of one call; a GPU launches about one kernel for each.
+Gram iteration (*Gram*: float32, five iterations, a 10×10 grid) runs in the same run. *Range* is from the fastest to the slowest call. A ratio above 1 means that the brackets are faster. An *evaluation* computes a layer's matrix at one frequency; 1×1 layers need one. *Operations* are the tensor operations of one call; a GPU launches about one kernel for each.
 
 {_table([record for records in cpu for record in records])}
 
@@ -122,8 +122,9 @@ def _table(records: list[Record]) -> str:
     for r in records:
         low, high = r.get("bracket_range", (None, None))
         guaranteed = r.get("sound_gram_seconds")
+        known = "initial" if r["weights"].startswith("he-normal") else "trained"
         rows.append([
-            r["network"], r["weights"], str(r["layers"]), r["device"],
+            f"{r['network']}, {known} weights", str(r["layers"]),
             {"levels": "by levels", "plain": "cell by cell"}[r["search"]] if "search" in r else "",
             f"{r['bracket_seconds']:.3f}",
             "" if low is None else f"{low:.3f} to {high:.3f}",
@@ -134,8 +135,8 @@ def _table(records: list[Record]) -> str:
             f"{r['busy_seconds']:.3f}" if "busy_seconds" in r else "",
         ])  # fmt: skip
     header = [
-        "network", "weights", "layers", "device", "search", "brackets, s", "fastest to slowest, s",
-        "Gram iteration, s", "ratio", "sound Gram iteration, s", "sound ratio",
-        "median evaluations", "operations", "GPU busy, s",
+        "case", "layers", "search", "brackets, s", "range, s", "Gram, s", "ratio",
+        "sound Gram, s", "sound ratio", "evaluations, median", "operations", "GPU busy, s",
     ]  # fmt: skip
-    return filled_table(header, rows)
+    devices = " and ".join(dict.fromkeys(r["device"] for r in records))
+    return f"On {devices}:\n\n{filled_table(header, rows)}"
