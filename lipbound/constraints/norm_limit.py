@@ -233,10 +233,10 @@ class Constrained(nn.Module):
         for peer in self._peers:
             if peer is self or peers == "none" or (peers == "eval" and peer.training):
                 continue
-            free = peer._free_weight()
-            if free is None or free.device != own.device or free.numel() > room:
-                continue
             with suppress(Exception):  # as above
+                free = peer._free_weight()
+                if free is None or free.device != own.device or free.numel() > room:
+                    continue
                 weight = peer._mapped(free).detach().clone()
                 if peer._known_scale(weight) is None and bool(weight.isfinite().all()):
                     found.append((peer, weight))
@@ -290,9 +290,9 @@ class Constrained(nn.Module):
         if not any(each is self for each in made):
             return None
         free: Tensor = made.original
-        size = free.numel() * free.element_size()
-        # Sharded training frees it until the layer runs.
-        return None if free.untyped_storage().nbytes() < size else free
+        # Sharded training frees the memory until the layer runs.
+        freed = free.numel() > 0 and free.untyped_storage().nbytes() == 0
+        return None if freed else free
 
     @torch.no_grad()
     def _own_weight(self) -> Tensor | None:
