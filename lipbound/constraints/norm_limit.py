@@ -213,6 +213,7 @@ class Constrained(nn.Module):
             check_kernel(own)
             others = self._changed_peers(own, peers)
             found = [(self, own), *others]
+            terms = [each._terms[1:] for each, _ in found]
             scales = certified_scales([each._limit(copied) for each, copied in found])
         except Exception as error:
             if not others:
@@ -221,9 +222,9 @@ class Constrained(nn.Module):
                 with suppress(Exception):
                     peer._certify(copied, "none")
             return self._certify(own, "none")
-        for (each, copied), scale in zip(found, scales, strict=True):
+        for (each, copied), rest, scale in zip(found, terms, scales, strict=True):
             each.scale = scale
-            each._certified = (copied, scale, *each._terms[1:])
+            each._certified = (copied, scale, *rest)
         return scales[0]
 
     def _changed_peers(self, own: Tensor, peers: str) -> list[tuple[Constrained, Tensor]]:
@@ -466,25 +467,24 @@ def unconstrain(module: M) -> M:
         >>> type(layer.weight).__name__, bracket(layer).upper <= 0.500001
         ('Parameter', True)
     """
-    layers = {
-        layer: [p for p in layer.parametrizations["weight"] if isinstance(p, Constrained)]  # type: ignore
-        for layer in module.modules()
-        if parametrize.is_parametrized(layer, "weight")
-    }
+    layers: dict[nn.Module, list[Constrained]] = {}
+    for layer in module.modules():
+        if parametrize.is_parametrized(layer, "weight"):
+            parts: Any = layer.parametrizations["weight"]  # type: ignore[index]
+            constraints = [part for part in parts if isinstance(part, Constrained)]
+            if constraints:
+                layers[layer] = constraints
     modes = {each: each.training for constraints in layers.values() for each in constraints}
     try:  # all are certified and checked before the first layer is changed
         for constraint in modes:
             constraint.eval()
-        for layer, constraints in layers.items():
-            if constraints:
-                _ = layer.weight
+        for layer in layers:
+            _ = layer.weight
     except BaseException:
         for constraint, mode in modes.items():
             nn.Module.train(constraint, mode)
         raise
     for layer, constraints in layers.items():
-        if not constraints:
-            continue
         if len(layer.parametrizations) == 1:  # type: ignore[arg-type]
             bake(layer, shared_parameters(module))
         else:
