@@ -229,7 +229,7 @@ def measure(chosen, name: str) -> Iterator[dict]:
                     chosen.profile.mkdir(parents=True, exist_ok=True)
                     file = f"{network}-{Path(weights).stem}-{search}.txt".replace(", ", "-")
                     (chosen.profile / file).write_text(kernels_table(run))
-        levels.release()
+        levels.release_memory()
         yield record
 
 

@@ -10,7 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lipbound.bounds import BOUNDS, Bracket, bound, bracket, brackets, lipschitz
+    from lipbound.bounds import (
+        BOUNDS,
+        Bracket,
+        bound,
+        bracket,
+        brackets,
+        lipschitz,
+        release_memory,
+    )
     from lipbound.constraints import constrain, unconstrain
     from lipbound.estimates import ESTIMATES, PowerIteration, estimate
     from lipbound.geometry import Convolution, convolution
@@ -55,13 +63,22 @@ __all__ = [
     "ordinary_kernels",
     "register_rounding",
     "register_rule",
+    "release_memory",
     "spectrum",
     "symbol",
     "unconstrain",
 ]
 
 _HOMES = {
-    "bounds": ("BOUNDS", "Bracket", "bound", "bracket", "brackets", "lipschitz"),
+    "bounds": (
+        "BOUNDS",
+        "Bracket",
+        "bound",
+        "bracket",
+        "brackets",
+        "lipschitz",
+        "release_memory",
+    ),
     "constraints": ("constrain", "unconstrain"),
     "estimates": ("ESTIMATES", "PowerIteration", "estimate"),
     "geometry": ("Convolution", "convolution"),

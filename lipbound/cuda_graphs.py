@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,9 +24,10 @@ _captures: dict[int, torch.cuda.Stream] = {}  # per device: the stream on which 
 def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture ``work``; return its graph and its result, whose tensors every replay overwrites.
 
-    The work must run on the current device. Graphs with the same memory ``pool`` must not run at
-    the same time, and must leave nothing for each other in their temporary tensors. Other graphs
-    may run at the same time.
+    The work must run on the current device. Graphs of one memory ``pool`` must not run at the same
+    time. A graph that was captured earlier may use the memory of the results of a later one, so
+    results last until another graph of the pool is replayed. A pool whose graphs are all gone takes
+    no others. Graphs of different pools may run at the same time.
     """
     graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     side = _captures.setdefault(here.device_index, torch.cuda.Stream())
@@ -35,9 +36,20 @@ def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.C
         with _own_workspaces(), torch.cuda.graph(graph, **options):
             result = work()
     except RuntimeError:
+        _allow_random_numbers(side)
         torch.cuda.set_stream(here)  # a capture that fails at its end leaves the other current
         raise
     return graph, result
+
+
+def _allow_random_numbers(stream: torch.cuda.Stream) -> None:
+    """Let random numbers be drawn again, which a capture forbids until it or a later one ends."""
+    graph = torch.cuda.CUDAGraph()
+    with (
+        suppress(RuntimeError),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
+        torch.zeros(1, device=stream.device)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -63,20 +64,35 @@ class Recording(TorchDispatchMode):
         return tensor if address(tensor) in self.own else Place(tensor)
 
 
+class Pool:
+    """Stands for a memory pool of graphs, which ends with the last of its graphs."""
+
+    def __init__(self, device: torch.device | None = None):
+        self.graphs: WeakSet[Graph] = WeakSet()
+        self.used = False
+
+    def take(self, graph: Graph) -> None:
+        assert self.graphs or not self.used, "all graphs of the pool are gone, so it takes no other"
+        self.graphs.add(graph)
+        self.used = True
+
+
 class Graph:
     """Stands for a captured graph: replays run no Python of the work and know only addresses.
 
     Its temporary memory belongs to other graphs of the same pool in between, so it is filled with
-    nonsense.
+    nonsense. Theirs may hold the results of this one if it was captured after them, so a replay
+    fills the results of all others with nonsense.
     """
 
     replays = 0
 
-    def __init__(self, recording: Recording, results: Iterable[Tensor]):
-        self.calls = recording.calls
-        kept = {address(t) for t in results}
+    def __init__(self, recording: Recording, results: Iterable[Tensor], pool: Pool):
+        self.calls, self.results, self.pool = recording.calls, [*results], pool
+        kept = {address(t) for t in self.results}
         self.temporary = [t for key, t in recording.own.items() if key not in kept]
-        self._spoil()
+        _spoil(self.temporary)
+        pool.take(self)
 
     def replay(self) -> None:
         Graph.replays += 1
@@ -86,20 +102,24 @@ class Graph:
             if made:
                 for old, new in zip(made, again, strict=True):
                     old.copy_(new)
-        self._spoil()
-
-    def _spoil(self) -> None:
-        with _disable_current_modes():
-            for tensor in self.temporary:
-                whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-                whole.fill_(0xFF)  # NaN, or −1
+        _spoil(self.temporary)
+        for other in self.pool.graphs:
+            if other is not self:
+                _spoil(other.results)
 
 
-def captured(work: Callable[[], tuple[Tensor, ...]], pool: Any) -> tuple[Graph, Any]:
+def _spoil(tensors: Iterable[Tensor]) -> None:
+    with _disable_current_modes():
+        for tensor in tensors:
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            whole.fill_(0xFF)  # NaN, or −1
+
+
+def captured(work: Callable[[], tuple[Tensor, ...]], pool: Pool) -> tuple[Graph, Any]:
     """Capture a work as :func:`lipbound.cuda_graphs.captured` does."""
     with Recording() as recording:
         results = work()
-    return Graph(recording, results), results
+    return Graph(recording, results, pool), results
 
 
 class Touched(TorchDispatchMode):

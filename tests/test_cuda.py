@@ -15,7 +15,7 @@ import lipbound
 from lipbound import Penalty
 from lipbound.bounds import certified
 from lipbound.bounds.supremum import levels
-from lipbound.cuda_graphs import Repeated
+from lipbound.cuda_graphs import Repeated, captured, graph_pool
 from lipbound.paper.table1 import METHODS
 from lipbound.penalty import plain
 from lipbound.robust.attacks.evaluate import evaluate, outcomes
@@ -325,6 +325,25 @@ def test_a_captured_certified_step_is_the_one_launched_kernel_by_kernel():
     assert runs[0].descent.repeated._captured is not None
     norms = [float(run.descent.constant().detach()) for run in runs]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("fault", ["a value is read", "the pool has ended"])
+def test_random_numbers_can_be_drawn_after_a_capture_that_fails(fault):
+    given = torch.ones(3, device="cuda")
+    pool = graph_pool(given.device)
+    graph, results = captured(lambda: 2 * given, pool)
+    graph.replay()
+    del graph
+    if fault == "the pool has ended":
+        with pytest.raises(RuntimeError):
+            captured(lambda: 2 * given, pool)
+    else:
+        with pytest.raises(RuntimeError):
+            captured(lambda: given * given.sum().item())
+    assert torch.rand_like(given).shape == given.shape
+    graph, results = captured(lambda: 3 * given)
+    graph.replay()
+    assert results.tolist() == [3, 3, 3]
 
 
 def test_a_graph_that_holds_a_tracked_penalty_follows_the_weights():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graph_rules import captured, on_streams
+from graph_rules import Pool, captured, on_streams
 
 
 def test_a_replay_follows_its_inputs():
     given, wave = torch.ones(3), torch.ones(2, 2, dtype=torch.complex128)
-    graph, (twice, product) = captured(lambda: (2 * given, (wave.mH @ wave).real.clone()), None)
+    graph, (twice, product) = captured(lambda: (2 * given, (wave.mH @ wave).real.clone()), Pool())
     given.copy_(torch.arange(3.0))
     wave.mul_(2j)
     graph.replay()
@@ -19,7 +19,7 @@ def test_a_replay_follows_its_inputs():
 
 def test_memory_that_is_freed_is_noticed():
     given = [torch.ones(3)]
-    graph, _ = captured(lambda: (2 * given[0],), None)
+    graph, _ = captured(lambda: (2 * given[0],), Pool())
     graph.replay()
     given[0] = torch.ones(3)
     with pytest.raises(AssertionError, match="freed"):
@@ -28,17 +28,37 @@ def test_memory_that_is_freed_is_noticed():
 
 def test_what_one_graph_leaves_for_another_is_lost():
     left = []
-    graph, _ = captured(lambda: (left.append(torch.ones(3)), (torch.zeros(1),))[1], None)
+    graph, _ = captured(lambda: (left.append(torch.ones(3)), (torch.zeros(1),))[1], Pool())
     assert left[0].isnan().all()
-    other, (total,) = captured(lambda: (left[0].sum(),), None)
+    other, (total,) = captured(lambda: (left[0].sum(),), Pool())
     graph.replay()
     other.replay()
     assert total.isnan()
 
 
+def test_results_of_one_graph_do_not_outlast_another():
+    pool = Pool()
+    graph, (ones,) = captured(lambda: (torch.ones(3),), pool)
+    other, (twos,) = captured(lambda: (torch.full((3,), 2.0),), pool)
+    graph.replay()
+    assert ones.tolist() == [1, 1, 1]
+    other.replay()
+    assert ones.isnan().all()
+    assert twos.tolist() == [2, 2, 2]
+
+
+def test_a_pool_ends_with_its_graphs():
+    pool = Pool()
+    graph, _ = captured(lambda: (torch.ones(3),), pool)
+    other, _ = captured(lambda: (torch.ones(3),), pool)
+    del graph, other
+    with pytest.raises(AssertionError, match="takes no other"):
+        captured(lambda: (torch.ones(3),), pool)
+
+
 def test_a_value_read_on_the_host_is_noticed():
     with pytest.raises(AssertionError, match="on the host"):
-        captured(lambda: (torch.zeros(int(torch.ones(()))),), None)
+        captured(lambda: (torch.zeros(int(torch.ones(()))),), Pool())
 
 
 def test_streams_that_share_memory_are_noticed():

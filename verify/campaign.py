@@ -173,6 +173,8 @@ def work(pipe: Any, workers: int) -> None:
                 pipe.send(run_task(task))
             except Exception as error:
                 pipe.send(f"{task.part}, seeds {task.seeds[0]} to {task.seeds[-1]}: {error!r}")
+                if isinstance(error, torch.AcceleratorError):
+                    break  # this process can no longer use its GPU
     except (EOFError, BrokenPipeError):
         pass
 

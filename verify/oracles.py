@@ -17,7 +17,7 @@ from lipbound.symbols import grid, positions, radians, taps
 from verify.random_layers import Stack, module
 
 ENTRIES = 1 << 21  # largest number of complex entries of a temporary tensor
-MATRICES = 1 << 16  # largest batch: a GPU's solver needs workspace for each matrix
+MATRICES = 1 << 10  # largest batch: a GPU's solver may take 1 MiB for each matrix
 ROUNDS = 16  # number of times the ascent halves its step
 
 

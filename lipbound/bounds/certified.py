@@ -28,9 +28,7 @@ from lipbound.symbols import evaluate
 
 SIDE_BY_SIDE = 1 << 32  # bytes of lags of different shapes at once
 TOGETHER = 1024  # layers of one shape at once; more are no faster and delay the progress bar
-# Kinds of devices on which all shapes are searched side by side, see supremum/levels.py. "cuda"
-# joins once `python -m verify campaign --parts levels --device cuda` finds nothing wrong there.
-BY_LEVELS: set[str] = set()
+BY_LEVELS = {"cuda"}  # kinds of devices on which all shapes are searched side by side, see .levels
 LIMIT = 5e9  # limit of cells × (n³ + 1e5); a flat symbol of three axes would never end
 
 
@@ -162,7 +160,7 @@ def _searched_by_levels(
     except OutOfTime:
         pass
     except torch.OutOfMemoryError:
-        levels.release()
+        levels.release_memory()
         raise
     return found, done
 
@@ -236,6 +234,8 @@ def brackets(
     """Bracket every convolution and Linear layer of a network; equal shapes are solved together.
 
     Layers that override ``forward`` are left out, because they may not use their weight unchanged.
+    On a GPU, a call keeps memory for the next call on layers of the same shapes, which is then
+    faster; :func:`lipbound.release_memory` frees it.
 
     Args:
         model: A module, or a mapping from names to layers.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import ROUNDING
-from graph_rules import Graph, captured, on_streams
+from graph_rules import Graph, Pool, captured, on_streams
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,7 +130,7 @@ def graphs(monkeypatch, by_levels):
     """Capture and replay on the processor, by the rules of a GPU."""
     monkeypatch.setattr(Graph, "replays", 0)
     monkeypatch.setattr(stack, "captured", captured)
-    monkeypatch.setattr(stack, "graph_pool", lambda _: (0, 0))
+    monkeypatch.setattr(stack, "graph_pool", Pool)
     monkeypatch.setattr(levels, "on_streams", on_streams)
     monkeypatch.setattr(levels, "device_memory", lambda _: 1 << 40)
     monkeypatch.setattr(levels, "_kept", {})
@@ -159,8 +159,26 @@ def test_graphs_serve_networks_with_other_weights(monkeypatch, graphs, room):
     monkeypatch.setattr(levels, "device_memory", lambda _: 0)
     brackets(model, rtol=1e-2)
     assert sum(map(len, levels._kept.values())) == before  # no room for more
-    levels.release()
+    levels.release_memory()
     assert not levels._kept
+
+
+@pytest.mark.parametrize("counts", [(40, 72, 72, 72), (9, 200, 40, 300, 300)])
+def test_levels_of_growing_size_find_room(graphs, counts):
+    """Levels are padded to powers of two, and lost graphs are captured again."""
+    taps = torch.randn(3, 4, 4, 3, 3, dtype=torch.float64)
+    work = stack.Stack(taps, np.arange(3), 1e-3, 1 << 25)
+    work.chunk = 32
+    cells = Cover([[3, 3]] * 3).start()
+    packed = torch.from_numpy(levels._packed(cells, cells.block, 7))[:1]  # none of other layers
+    for _ in range(3):
+        work.load(taps)
+        for level, count in enumerate(counts):
+            row = work.level(packed.expand(sum(work.sizes(count)), -1), first=level == 0)
+            assert row[-3:].tolist() == [pytest.approx(row[-3].item()), 0, 0]
+            assert row[-3] > 0
+    assert work.graphs
+    assert work.pool is not None
 
 
 def test_graphs_of_inference_mode_stay_there(graphs):

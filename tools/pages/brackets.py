@@ -13,12 +13,13 @@ Record = dict[str, Any]
 def measured(device: str) -> list[list[Record]]:
     """The records of the ``"cpu"`` or the ``"gpu"``, those of one network and its weights together.
 
-    A later record of the same search replaces an earlier one.
+    A later record of the same search replaces an earlier one, but for what only that one measured.
     """
     found: dict[tuple[str, str], dict[str, Record]] = {}
     for record in lines(f"brackets-{device}"):
         same = found.setdefault((record["network"], record["weights"]), {})
-        same[record.get("search", "plain")] = record
+        search = record.get("search", "plain")
+        same[search] = same.get(search, {}) | record
     return [list(same.values()) for same in found.values()]
 
 
@@ -111,9 +112,20 @@ def _about_searches(gpu: list[list[Record]]) -> str:
         return cells
     return (
         f"{cells} The search by levels treats all layers side by side, and reads the GPU once for "
-        "each level; CUDA graphs that were captured in earlier calls are replayed. "
+        "each level. Its kernels run at the same time, so the sum of their times in the last column "
+        f"may exceed the time of the call. {_first_calls(gpu)}"
         "*Sound* Gram iteration is in float64, with a grid and a number of iterations that are fine "
-        "enough for `rtol`, so that it proves as much as the upper end of a bracket."
+        "enough for `rtol`, so that it proves as much as the upper end of a bracket; it was timed "
+        "once in each row that shows it."
+    )
+
+
+def _first_calls(groups: list[list[Record]]) -> str:
+    first = [r["first_bracket_seconds"] for records in groups for r in records
+             if r.get("search") == "levels"]  # fmt: skip
+    return (
+        f"The first call for a network takes {spread(first, 1)} s. Later calls replay the CUDA "
+        "graphs that earlier ones have captured. "
     )
 
 
@@ -125,7 +137,7 @@ def _table(records: list[Record]) -> str:
         known = "initial" if r["weights"].startswith("he-normal") else "trained"
         rows.append([
             f"{r['network']}, {known} weights", str(r["layers"]),
-            {"levels": "by levels", "plain": "cell by cell"}[r["search"]] if "search" in r else "",
+            "by levels" if r.get("search") == "levels" else "cell by cell",
             f"{r['bracket_seconds']:.3f}",
             "" if low is None else f"{low:.3f} to {high:.3f}",
             f"{r['gram_seconds']:.3f}", f"{r['gram_over_bracket']:.2f}",

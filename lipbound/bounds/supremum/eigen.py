@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipbound.runtime import check_time
+from lipbound.runtime import check_time, piece
 
 SMALL = 16  # size up to which a full eigensolver is used
 # Share of a basis vector below which a new direction of it does not count, by its precision.
 NEARLY = {torch.complex128: 1e-10, torch.float64: 1e-10, torch.complex64: 1e-6, torch.float32: 1e-6}
+MATRICES = 1 << 10  # solved at once: a GPU's solver may take 1 MiB for each
 POWER = 128  # of the small matrix, twice: its eigenvalues are told apart from 1e-4 on
 
 
@@ -31,7 +32,7 @@ def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor,
     if size == 1:
         return matrices[:, 0, 0].real, torch.ones_like(start)
     if size <= max(SMALL, steps):
-        values, vectors = torch.linalg.eigh(matrices)
+        values, vectors = _eigh(matrices)
         return values[:, -1], vectors[..., -1]
     basis = torch.zeros(*start.shape, steps, dtype=start.dtype, device=start.device)
     images = torch.empty_like(basis)  # (P, n, steps)
@@ -49,8 +50,17 @@ def top_eigenpairs(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor,
         vector = (matrices @ basis[..., step : step + 1])[..., 0]
         images[..., step] = vector
     small = basis.mH @ images
-    values, vectors = torch.linalg.eigh((small + small.mH) / 2)
+    values, vectors = _eigh((small + small.mH) / 2)
     return values[:, -1], (basis @ vectors[..., -1:])[..., 0]
+
+
+def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    most = piece(MATRICES)
+    if len(matrices) <= most:
+        return torch.linalg.eigh(matrices)
+    found = [torch.linalg.eigh(part) for part in matrices.split(most)]
+    values, vectors = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(vectors)
 
 
 def bottom_eigenpairs(
@@ -71,8 +81,8 @@ def bottom_eigenpairs(
         Ritz values, which up to rounding are at least the eigenvalue, and unit vectors.
     """
     if gaps.shape[-1] <= max(SMALL, steps):
-        values, vectors = torch.linalg.eigh(gaps)
-        return values[:, 0].cpu().numpy(), vectors[..., 0]
+        eigenvalues, vectors = _eigh(gaps)
+        return eigenvalues[:, 0].cpu().numpy(), vectors[..., 0]
     turned = gaps.mul_(-2)
     turned.diagonal(dim1=-2, dim2=-1).add_(1)
     basis = torch.cat(_chebyshev(turned, start, steps - 1), -1)  # (P, n, steps)

@@ -29,7 +29,7 @@ from lipbound.runtime import check_time, piece
 
 LAG_BYTES = 1 << 29  # above this, lag matrices are not kept and FF* is a product each time
 CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # complex matrices handled at once
-MOST = 1 << 17  # matrices at once; a batched solver's workspace grows with their number
+MOST = 1 << 17  # matrices at once
 # Lag entries below which one product handles cells of different blocks.
 GATHER = {"cpu": 1 << 13, "cuda": 1 << 18}
 

@@ -54,8 +54,14 @@ _lock = Lock()  # graphs are captured and replayed by one search at a time
 _calls = count(1)
 
 
-def release() -> None:
-    """Free the memory of the graphs that are kept for the next call."""
+def release_memory() -> None:
+    """Free the GPU memory that brackets keep for the next call on layers of the same shapes.
+
+    They keep at most 30 % of a GPU's memory: CUDA graphs, and tensors at fixed addresses for them.
+
+    Example:
+        >>> release_memory()
+    """
     with _lock:
         _kept.clear()
 

@@ -141,9 +141,9 @@ class Stack:
 
         Returns:
             Numbers of the call, estimates, shortfalls and scales of the cells, then the lower ends
-            of the layers, all in one row. The next level overwrites it.
+            of the layers, all in one row.
         """
-        self._make_room(len(packed))
+        self._make_room(_power(len(packed)))
         self.most = max(self.most, len(packed))
         if len(packed) <= self.chunk:
             return self._repeated(self._whole, first, packed)[0]
@@ -152,14 +152,14 @@ class Stack:
         values, at = [], 0
         for part, start in zip(parts, starts, strict=True):
             value, vectors = self._repeated(self._estimate, first, part, start)
-            values.append(value.clone())
+            values.append(value)
             self.vectors[at : at + len(part)] = vectors
             at += len(part)
         value = torch.cat(values)
         more = _power(at) - at if self.pool is not None else 0
         known = torch.nn.functional.pad(value, (0, more), value=-1.0)
         self._repeated(self._climb, first, known, torch.nn.functional.pad(packed, (0, 0, 0, more)))
-        proofs = [self._repeated(self._factor, first, part)[0].clone() for part in parts]
+        proofs = [self._repeated(self._factor, first, part)[0] for part in parts]
         call, short, scale = torch.cat(proofs, 1)
         return torch.cat([call, value, short, scale, self.lower])
 
@@ -186,7 +186,7 @@ class Stack:
         for mine, tensor in zip(kept, given, strict=True):
             mine.copy_(tensor)
         graph.replay()
-        return results
+        return tuple(result.clone() for result in results)  # other graphs may use their memory
 
     @property
     def bytes(self) -> int:
@@ -197,11 +197,13 @@ class Stack:
 
     def _make_room(self, count: int) -> None:
         if len(self.vectors) < count:
-            if self.vectors.is_cuda:  # made on another stream, maybe
-                self.vectors.record_stream(torch.cuda.current_stream())
-            more = 2 * count - len(self.vectors)
-            self.vectors = torch.nn.functional.pad(self.vectors, (0, 0, 0, more))
+            small = self.vectors
+            more = 2 * count - len(small)
+            self.vectors = torch.nn.functional.pad(small, (0, 0, 0, more))
+            if len(small) and small.is_cuda:  # other streams may take the memory next
+                torch.cuda.current_stream().synchronize()
             self.graphs.clear()  # they would use the smaller one
+            self.pool = self.pool and graph_pool(self.field.device)  # a pool ends with its graphs
 
     def _whole(self, first: bool, packed: Tensor) -> tuple[Tensor]:
         """One level of few cells."""
