@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.linalg import lapack
 
 from lipbound.bounds.lapack import factor
-from lipbound.bounds.supremum import search
+from lipbound.bounds.supremum import eigen, search
 from lipbound.bounds.supremum.cells import Cover
 from lipbound.bounds.supremum.eigen import bottom_eigenpairs, top_eigenpairs
 from lipbound.bounds.supremum.field import Field
@@ -203,6 +203,22 @@ def test_no_cell_is_lost_between_turns(monkeypatch, seed, raised):
     at = [known[tuple(f)] for f in np.c_[failed.block, failed.frequency].tolist()]
     assert sorted(at) == fails.nonzero()[0].tolist()
     np.testing.assert_array_equal(values, value[at])
+
+
+def test_many_small_problems_are_solved_in_parts(monkeypatch):
+    """A GPU's solver takes far more memory than the matrices."""
+    half = torch.randn(7, 4, 4, dtype=torch.complex128)
+    matrices, sizes = half @ half.mH, []
+    values, vectors = top_eigenpairs(matrices, half[:, 0], 6)
+    least, left = bottom_eigenpairs(matrices, half[:, 0], 6)
+    solve = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda m: (sizes.append(len(m)), solve(m))[1])
+    monkeypatch.setattr(eigen, "MATRICES", 3)
+    parts = top_eigenpairs(matrices, half[:, 0], 6)
+    torch.testing.assert_close(parts, (values, vectors))
+    torch.testing.assert_close(bottom_eigenpairs(matrices, half[:, 0], 6)[1], left)
+    assert sizes == [3, 3, 1] * 2
+    assert least.tolist() == pytest.approx(torch.linalg.eigvalsh(matrices)[:, 0].tolist())
 
 
 @given(st.integers(1, 30), st.integers(0, 2**31))

@@ -132,10 +132,18 @@ All numbers come from the records in `benchmarks/records`, and `make pages` writ
 - A **network's bound** is at least the L2 Lipschitz constant of the network in eval mode, for all inputs. If there is no such constant, the bound is ∞ and comes with a reason. Some operations jump by a little, as softplus does at its threshold. Then the network is within the audit's `error` of a function with that constant, and certificates subtract this error.
 - A **constrained** layer in eval mode does not exceed its limit.
 - **Estimates** (`lipbound.ESTIMATES`) promise nothing. They are not tested here.
-
 - A **certificate** holds for the network in real arithmetic, or for the network as PyTorch runs it in float64 or float32, whichever you ask for. [The model of arithmetic and its assumptions](arithmetic.md) are on a page of their own.
 
 Two things are not promised. The first is what a device computes in bfloat16, in TF32, or with kernels that are no ordinary sums. The second is anything under `torch.set_flush_denormal(True)`, which replaces subnormal weights by zeros before lipbound reads them.
+
+## Words
+
+- The *symbol* of a convolution is a matrix for every frequency. Its largest singular value over all frequencies is the σ1 that large inputs approach, see [theory](theory.md).
+- `rtol` is the relative width that is asked of a bracket: upper/lower − 1.
+- A *seed* is a number from which a random case is drawn. The same seed gives the same case.
+- A *claim* is an inequality that must hold, such as "the upper end is at least σ1". Its *margin* says by how much it holds, as a share of the true value.
+- A *violation* is a claim that fails by more than the rounding of the true value, a value that is not a number, or an error.
+- The *floor* of a network is a number that no method can go below if it knows of each activation only its least and largest slope.
 """
 
 
