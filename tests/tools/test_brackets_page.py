@@ -11,7 +11,8 @@ def made(network, search="plain", seconds=0.5, gram=0.2, **more):
     return {
         "network": network, "weights": "he-normal, seed 0", "layers": 9, "device": "NVIDIA H200",
         "search": search, "bracket_seconds": seconds, "gram_seconds": gram,
-        "gram_over_bracket": gram / seconds, "median_evaluations": 7, **more,
+        "gram_over_bracket": gram / seconds, "median_evaluations": 7,
+        "first_bracket_seconds": 1.5, **more,
     }  # fmt: skip
 
 
@@ -34,7 +35,8 @@ def test_the_faster_search_counts(records, seconds, told):
 
 
 def test_later_records_replace_earlier_ones(records):
-    records["brackets-gpu"] += [made("a", seconds=9.0), made("a", seconds=0.25)]
+    records["brackets-gpu"] += [made("a", seconds=9.0, sound_gram_seconds=5.0)]
+    records["brackets-gpu"] += [made("a", seconds=0.25)]
     (row,) = (
         line
         for line in brackets.section().splitlines()
@@ -42,6 +44,7 @@ def test_later_records_replace_earlier_ones(records):
     )
     assert "0.250" in row
     assert "9.000" not in row
+    assert "5.00 | 20.0" in row  # measured only by the earlier one
     assert "by levels" not in brackets.section()
 
 
