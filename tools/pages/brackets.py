@@ -77,7 +77,7 @@ def section() -> str:
 
 {summary()}{like}
 
-A bracket is a lower and an upper end, both proved, here at most 0.1 % apart (`rtol` = 1e-3). A case is a network with given weights. All convolutions of the network are bracketed. The command is `python -m benchmarks.brackets --network NAME [--weights FILE]`, or `--run` with a network of `lipbound train`; times are wall time, medians of the calls of one run. {_about_calls(cpu + gpu)}
+A bracket is a lower and an upper end, both proved, here at most 0.1 % apart (`rtol` = 1e-3). A case is a network with initial or trained weights. All convolutions of the network are bracketed. The command is `python -m benchmarks.brackets --network NAME [--weights FILE]`, or `--run` with a network of `lipbound train`; times are wall time, medians of the calls of one run. {_about_calls(cpu + gpu)}
 
 Gram iteration (*Gram*: float32, five iterations, a 10×10 grid) runs in the same run. *Range* is from the fastest to the slowest call. A ratio above 1 means that the brackets are faster. An *evaluation* computes a layer's matrix at one frequency; 1×1 layers need one. *Operations* are the tensor operations of one call; a GPU launches about one kernel for each.
 
@@ -130,25 +130,27 @@ def _first_calls(groups: list[list[Record]]) -> str:
 
 
 def _table(records: list[Record]) -> str:
-    rows = []
+    times, work = [], []
     for r in records:
         low, high = r.get("bracket_range", (None, None))
         guaranteed = r.get("sound_gram_seconds")
         known = "initial" if r["weights"].startswith("he-normal") else "trained"
-        rows.append([
-            f"{r['network']}, {known} weights", str(r["layers"]),
-            "by levels" if r.get("search") == "levels" else "cell by cell",
-            f"{r['bracket_seconds']:.3f}",
+        case = f"{r['network']}, {known}"
+        search = "by levels" if r.get("search") == "levels" else "cell by cell"
+        times.append([
+            case, search, f"{r['bracket_seconds']:.3f}",
             "" if low is None else f"{low:.3f} to {high:.3f}",
             f"{r['gram_seconds']:.3f}", f"{r['gram_over_bracket']:.2f}",
             "" if guaranteed is None else f"{guaranteed:.2f}",
             "" if guaranteed is None else f"{guaranteed / r['bracket_seconds']:.1f}",
-            str(r["median_evaluations"]), str(r.get("dispatched", "")),
+        ])  # fmt: skip
+        work.append([
+            case, search, str(r["layers"]), str(r["median_evaluations"]),
+            str(r.get("dispatched", "")),
             f"{r['busy_seconds']:.3f}" if "busy_seconds" in r else "",
         ])  # fmt: skip
-    header = [
-        "case", "layers", "search", "brackets, s", "range, s", "Gram, s", "ratio",
-        "sound Gram, s", "sound ratio", "evaluations, median", "operations", "GPU busy, s",
-    ]  # fmt: skip
+    first = ["case", "search", "brackets, s", "range, s", "Gram, s", "ratio", "sound Gram, s",
+             "sound ratio"]  # fmt: skip
+    second = ["case", "search", "layers", "evaluations, median", "operations", "GPU busy, s"]
     devices = " and ".join(dict.fromkeys(r["device"] for r in records))
-    return f"On {devices}:\n\n{filled_table(header, rows)}"
+    return f"On {devices}:\n\n{filled_table(first, times)}\n\n{filled_table(second, work)}"
