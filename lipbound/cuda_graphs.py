@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import RLock, local
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,8 +18,17 @@ from torch import Tensor
 Result = TypeVar("Result")
 WARM = 3  # calls before a capture, in which libraries choose algorithms and code is compiled
 
-_streams: dict[int, list[torch.cuda.Stream]] = {}  # per device; streams stay valid
-_captures: dict[int, torch.cuda.Stream] = {}  # per device: the stream on which graphs are captured
+
+class _Streams(local):
+    """Streams of a thread, per device, so that no thread works on those of another."""
+
+    def __init__(self) -> None:
+        self.work: dict[int, list[torch.cuda.Stream]] = {}  # streams stay valid
+        self.captures: dict[int, torch.cuda.Stream] = {}
+
+
+_streams = _Streams()
+_capturing = RLock()  # a capture waits for the device, which another capture forbids
 
 
 def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -30,24 +40,34 @@ def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.C
     no others. Graphs of different pools may run at the same time.
     """
     graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    side = _captures.setdefault(here.device_index, torch.cuda.Stream())
-    options: dict[str, Any] = {"pool": pool, "stream": side, "capture_error_mode": "thread_local"}
-    try:
-        with _own_workspaces(), torch.cuda.graph(graph, **options):
-            result = work()
-    except RuntimeError:
-        _allow_random_numbers(side)
-        torch.cuda.set_stream(here)  # a capture that fails at its end leaves the other current
-        raise
+    side = _streams.captures.setdefault(here.device_index, torch.cuda.Stream())
+    pool = pool or torch.cuda.graph_pool_handle()
+    with _capturing:
+        try:
+            with _own_workspaces(), _capture(graph, pool, side):
+                result = work()
+        except BaseException:
+            _end_capture(pool, side)
+            torch.cuda.set_stream(here)  # a capture that fails at its end leaves the other current
+            raise
     return graph, result
 
 
-def _allow_random_numbers(stream: torch.cuda.Stream) -> None:
-    """Let random numbers be drawn again, which a capture forbids until it or a later one ends."""
-    graph = torch.cuda.CUDAGraph()
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
+    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+
+
+def _end_capture(pool: Any, stream: torch.cuda.Stream) -> None:
+    """Let PyTorch forget a capture that failed, as far as it has not done so itself.
+
+    Otherwise memory stays reserved for the pool, and random numbers cannot be drawn until a later
+    capture ends, so that there is one here.
+    """
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
     with (
         suppress(RuntimeError),
-        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        _capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), stream),
     ):
         torch.zeros(1, device=stream.device)
 
@@ -204,14 +224,17 @@ def on_streams(works: Sequence[Callable[[], Result]]) -> list[Result]:
     if len(works) < 2 or not torch.cuda.is_initialized() or torch.compiler.is_compiling():
         return [work() for work in works]
     here = torch.cuda.current_stream()
-    own = _streams.setdefault(here.device_index, [])
+    own = _streams.work.setdefault(here.device_index, [])
     own += [torch.cuda.Stream() for _ in works[len(own) + 1 :]]
-    results = []
-    for stream, work in zip(own, works[1:], strict=False):
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            results.append(work())
-    first = works[0]()  # on the current stream, to wait for one stream less
-    for stream in own[: len(works) - 1]:
-        here.wait_stream(stream)
+    results, started = [], []
+    try:
+        for stream, work in zip(own, works[1:], strict=False):
+            stream.wait_stream(here)
+            started.append(stream)
+            with torch.cuda.stream(stream):
+                results.append(work())
+        first = works[0]()  # on the current stream, to wait for one stream less
+    finally:  # after a failure too: what is freed then may still be in use
+        for stream in started:
+            here.wait_stream(stream)
     return [first, *results]

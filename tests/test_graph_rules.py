@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from graph_rules import Pool, captured, on_streams
+
+from lipbound import cuda_graphs
 
 
 def test_a_replay_follows_its_inputs():
@@ -59,6 +63,28 @@ def test_a_pool_ends_with_its_graphs():
 def test_a_value_read_on_the_host_is_noticed():
     with pytest.raises(AssertionError, match="on the host"):
         captured(lambda: (torch.zeros(int(torch.ones(()))),), Pool())
+
+
+def test_streams_are_waited_for_after_a_failure(monkeypatch):
+    """Memory that is freed then may still be in use there."""
+    waits = []
+
+    class Stream:
+        device_index = 0
+
+        def wait_stream(self, other):
+            waits.append((self, other))
+
+    here = Stream()
+    monkeypatch.setattr(cuda_graphs, "_streams", cuda_graphs._Streams())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with pytest.raises(ZeroDivisionError):
+        cuda_graphs.on_streams([lambda: 0, lambda: 1, lambda: 1 // 0, lambda: 3])
+    own = cuda_graphs._streams.work[0]
+    assert waits == [(own[0], here), (own[1], here), (here, own[0]), (here, own[1])]
 
 
 def test_streams_that_share_memory_are_noticed():

@@ -190,6 +190,22 @@ def test_graphs_of_inference_mode_stay_there(graphs):
         assert [inside, bracket(layer).upper] == pytest.approx([right, right], rel=1e-3)
 
 
+def test_settings_of_the_caller_do_not_matter(monkeypatch, by_levels):
+    """A default device, half precision by autocast, and memory freed in the middle of a search."""
+    layer = nn.Conv2d(9, 9, 3).double()
+    right, level = bracket(layer), stack.Stack.level
+
+    def checked(self, packed, first):
+        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_inference_mode_enabled()
+        levels.release_memory()
+        return level(self, packed, first)
+
+    monkeypatch.setattr(stack.Stack, "level", checked)
+    with torch.autocast("cpu"), torch.inference_mode(), torch.device("meta"):
+        assert bracket(layer) == right
+
+
 def test_a_graph_that_does_nothing_is_noticed(monkeypatch, graphs):
     """The results of another call would prove nothing."""
     monkeypatch.setattr(Graph, "replay", lambda self: None)

@@ -111,7 +111,11 @@ class Cover:
                         zip(*[first[own] for own in self.sizes], strict=True))  # fmt: skip
         scale = np.ones(len(centres))
         block = np.arange(len(counts)).repeat(counts)
-        left = torch.arange(len(block)) if field is None else random_vectors(len(block), field)
+        left = (
+            torch.arange(len(block), device="cpu")
+            if field is None
+            else random_vectors(len(block), field)
+        )
         return Diamonds(block, centres, self._angles(block, scale), left, scale, own)
 
     def divide(self, cells: Diamonds, parts: Integers) -> Diamonds | None:

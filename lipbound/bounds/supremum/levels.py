@@ -28,7 +28,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count, pairwise
-from threading import Lock
+from threading import RLock
 
 import numpy as np
 import torch
@@ -50,14 +50,14 @@ KEPT = 0.3  # share of a GPU's memory that stacks and graphs of earlier calls ma
 BLOCKS = 8  # of one stack: a product with the lags of all costs as many times that of one
 
 _kept: dict[Hashable, list[Stack]] = {}  # stacks that no search uses, with their graphs
-_lock = Lock()  # graphs are captured and replayed by one search at a time
+_lock = RLock()  # graphs are captured and replayed by one search at a time
 _calls = count(1)
 
 
 def release_memory() -> None:
     """Free the GPU memory that brackets keep for the next call on layers of the same shapes.
 
-    They keep at most 30 % of a GPU's memory: CUDA graphs, and tensors at fixed addresses for them.
+    They keep about 30 % of a GPU's memory at most: CUDA graphs, and the tensors that these use.
 
     Example:
         >>> release_memory()
@@ -96,8 +96,7 @@ def _keep(stacks: Sequence[Stack]) -> None:
 def _kind(
     device: torch.device, shape: torch.Size, owner: Integers, rtol: float, room: int
 ) -> Hashable:
-    inference = torch.is_inference_mode_enabled()  # its tensors cannot be changed outside of it
-    return device, shape, owner.tobytes(), rtol, room, inference
+    return device, shape, owner.tobytes(), rtol, room
 
 
 @dataclass
@@ -109,6 +108,8 @@ class Searched:
     done: NDArray[np.bool_]
 
 
+@torch.inference_mode(False)  # kept tensors that are made in this mode cannot be changed outside
+@torch.no_grad()
 def search(symbols: Sequence[Tensor], owners: Sequence[Integers], rtol: float) -> list[Searched]:
     """Bracket the layers of symbols with taps on the same axes, or of one tap, level by level.
 
@@ -122,7 +123,7 @@ def search(symbols: Sequence[Tensor], owners: Sequence[Integers], rtol: float) -
     """
     device = symbols[0].device
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with _lock, here:
+    with _lock, here, torch.autocast(device.type, enabled=False):
         share = room(device, len(symbols))
         stacks = [_stack(taps, owner, rtol, share)
                   for taps, owner in zip(symbols, owners, strict=True)]  # fmt: skip

@@ -68,7 +68,8 @@ class Stack:
         self.gathers = field.blocks > 1 and few
         waves = (2 * len(field.lags) - 1) * (2 * rows**2 if self.gathers else field.blocks)
         small = 128 * FIRST**2  # bytes of small eigenvalue problems
-        most = max(1, min(piece(MOST), room // (16 * rows**2 + 8 * waves + small)))
+        self.each = 16 * rows**2, 8 * waves + small  # bytes for a cell: matrix, and beside it
+        most = max(1, min(piece(MOST), room // sum(self.each)))
         self.chunk = 1 << round(math.log2(most))
         kind = torch.float64 if self.alone else torch.complex128
         width = rows**2 * (1 if self.alone else 2)
@@ -191,9 +192,10 @@ class Stack:
     @property
     def bytes(self) -> int:
         """About what the stack and its graphs take."""
-        cells = 16 * min(self.chunk, self.most) * self.field.rows**2
+        matrix, beside = self.each
+        cells = min(self.chunk, self.most) * (4 * matrix + beside) + self.vectors.nbytes
         own = 16 * (self.matrix.numel() + self.taps.numel())  # with what makes the lags
-        return own + 4 * cells + (POOL if self.graphs else 0)
+        return own + cells + (POOL if self.graphs else 0)
 
     def _make_room(self, count: int) -> None:
         if len(self.vectors) < count:
