@@ -231,17 +231,20 @@ def brackets(
     device: torch.device | str | None = None,
     progress: Progress = silent,
 ) -> dict[str, Bracket]:
-    """Bracket every convolution and Linear layer of a network; equal shapes are solved together.
+    """Find an interval that holds the largest singular value of each convolution and Linear layer.
 
     Layers that override ``forward`` are left out, because they may not use their weight unchanged.
-    On a GPU, a call keeps memory for the next call on layers of the same shapes, which is then
-    faster; :func:`lipbound.release_memory` frees it.
+    On a GPU, a call keeps memory, which makes later calls on layers of the same shapes faster;
+    :func:`lipbound.release_memory` frees it.
 
     Args:
         model: A module, or a mapping from names to layers.
         rtol: Target relative width, upper/lower − 1.
         device: Device to compute on; the weights' device by default.
         progress: Function that shows the progress, see :class:`lipbound.runtime.Progress`.
+
+    Returns:
+        A :class:`Bracket` for each layer, by name, as :func:`bracket` gives it.
 
     Example:
         >>> list(brackets(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))))

@@ -69,7 +69,8 @@ def section() -> str:
     cpu, gpu = measured("cpu"), measured("gpu")
     guaranteed = sound(gpu)
     like = (
-        f" Gram iteration with the same guarantee takes {spread(guaranteed, 0)} times as long there."
+        f" On the GPU, Gram iteration that proves the same upper end takes {spread(guaranteed, 0)} "
+        f"times as long as the faster search, in the {len(guaranteed)} cases where it was timed."
         if guaranteed
         else ""
     )
@@ -79,11 +80,11 @@ def section() -> str:
 
 A bracket is a lower and an upper end, both proved, here at most 0.1 % apart (`rtol` = 1e-3). A case is a network with initial or trained weights. All convolutions of the network are bracketed. The command is `python -m benchmarks.brackets --network NAME [--weights FILE]`, or `--run` with a network of `lipbound train`; times are wall time, medians of the calls of one run. {_about_calls(cpu + gpu)}
 
-Gram iteration (*Gram*: float32, five iterations, a 10×10 grid) runs in the same run. *Range* is from the fastest to the slowest call. A ratio above 1 means that the brackets are faster. An *evaluation* computes a layer's matrix at one frequency; 1×1 layers need one. *Operations* are the tensor operations of one call; a GPU launches about one kernel for each.
+Gram iteration (*Gram*: float32, five iterations, a 10×10 grid) runs in the same run. *Range* is from the fastest to the slowest call. A ratio above 1 means that the brackets are faster. An *evaluation* computes a layer's matrix at one frequency; the table has the median over the layers. A 1×1 layer needs one, and in ResNet-50 and its larger relatives more than half of the layers are 1×1. *Operations* are the tensor operations that one call starts; the replay of a CUDA graph counts as none, and starts many kernels.
 
 {_table([record for records in cpu for record in records])}
 
-The file of the trained ResNet-18 lacks four of its layers. Layers with initial weights need more evaluations than trained ones, because their symbols have no clear peaks.
+The file of the trained ResNet-18 lacks four of its layers. In ResNet-18, layers with initial weights need several times as many evaluations as trained ones, because their matrices have no clear peak over the frequencies.
 
 {_table([record for records in gpu for record in records])}
 
@@ -94,26 +95,27 @@ The file of the trained ResNet-18 lacks four of its layers. Layers with initial 
 def _about_calls(groups: list[list[Record]]) -> str:
     found = [record for records in groups for record in records]
     if all("bracket_range" in record for record in found):
-        return "Every call gets new weights."
+        return "Every call gets new weights (trained ones with 1 % of noise)."
     if not any("bracket_range" in record for record in found):
         return "Every call has the same weights."
     return (
-        "Every call gets new weights, except in rows without a range: they were measured earlier, "
+        "Every call gets new weights (trained ones with 1 % of noise), except in rows without a range: they were measured earlier, "
         "with the same weights in every call."
     )
 
 
 def _about_searches(gpu: list[list[Record]]) -> str:
     cells = (
-        "The search cell by cell makes many small steps, one after another. A GPU spends most of the "
-        "time on starting them: it is busy only for the time in the last column."
+        "The search cell by cell makes many small steps, one after another. The GPU waits most of the "
+        "time for the CPU to start them: it is busy only for the time in the last column."
     )
     if not any(record.get("search") == "levels" for records in gpu for record in records):
         return cells
     return (
         f"{cells} The search by levels treats all layers side by side, and reads the GPU once for "
-        "each level. Its kernels run at the same time, so the sum of their times in the last column "
-        f"may exceed the time of the call. {_first_calls(gpu)}"
+        "each *level*, which treats all cells that are still open. Its kernels run at the same time, so "
+        "the sum of their times in the last column may exceed the time of the call. "
+        f"{_first_calls(gpu)}"
         "*Sound* Gram iteration is in float64, with a grid and a number of iterations that are fine "
         "enough for `rtol`, so that it proves as much as the upper end of a bracket; it was timed "
         "once in each row that shows it."
@@ -124,8 +126,8 @@ def _first_calls(groups: list[list[Record]]) -> str:
     first = [r["first_bracket_seconds"] for records in groups for r in records
              if r.get("search") == "levels"]  # fmt: skip
     return (
-        f"The first call for a network takes {spread(first, 1)} s. Later calls replay the CUDA "
-        "graphs that earlier ones have captured. "
+        f"Times by levels are those of repeated calls, which replay CUDA graphs. The first call for "
+        f"a network takes {spread(first, 1)} s. "
     )
 
 

@@ -19,9 +19,9 @@ CLAIMS = {
     "bracket lower": "`bracket(layer).lower` ≤ σ1 at its own frequency",
     "levels upper": "the upper end by levels ≥ σ1 for every input size",
     "levels lower": "the lower end by levels ≤ σ1 at its own frequency",
-    "levels, plain upper": "the upper end by levels ≥ the lower end of the usual search",
-    "levels, plain lower": "the lower end by levels ≤ the upper end of the usual search",
-    "levels, width": "the width by levels ≤ `rtol`, or twice that of the usual search",
+    "levels, plain upper": "the upper end by levels ≥ the lower end of the search cell by cell",
+    "levels, plain lower": "the lower end by levels ≤ the upper end of the search cell by cell",
+    "levels, width": "the width by levels ≤ `rtol`, or twice that of the search cell by cell",
     "sized bracket upper": "`bracket(layer, input_shape=…).upper` ≥ σ1 at that size",
     "sized bracket lower": "`bracket(layer, input_shape=…).lower` ≤ σ1 at that size",
     "spectral": "`bound(layer)`, differentiable, ≥ σ1",
@@ -119,7 +119,7 @@ def promises() -> str:
     ]
     return f"""# Trust
 
-lipbound gives bounds that are proved, and rounding errors are part of the proof. This page says what exactly is promised, how we searched for violations, and what we found. The searches below ended with {sum(wrong)} violations. Earlier searches, and people who tried to break the promises by hand, did find faults. [All of them are listed](#what-the-searches-found). Each is fixed and has a test.
+lipbound gives bounds that are proved, and rounding errors are part of the proof. This page says what exactly is promised, how we searched for violations, and what we found. The searches below ended with {sum(wrong)} violations. Earlier searches, and people who tried to break the promises by hand, did find faults. They are all listed in [the last three sections](#what-the-searches-found). Each is fixed and has a test, except a few that show only when threads or streams meet at a wrong moment.
 
 {table(["what was checked", "how many", "violations"], rows)}
 
@@ -128,7 +128,7 @@ All numbers come from the records in `benchmarks/records`, and `make pages` writ
 ## What is promised
 
 - A **bound** is at least σ1 of the layer in real arithmetic with exactly the stored weights. It holds for every input size, or for the input size that you give. It holds whatever the precision of the weights.
-- A **bracket** holds on both sides. Its upper end is such a bound, and its lower end is attained.
+- A **bracket** holds on both sides. Its upper end is such a bound. Its lower end is at most the largest singular value of the symbol at a frequency that the bracket names, or at most σ1 at the input size that you give.
 - A **network's bound** is at least the L2 Lipschitz constant of the network in eval mode, for all inputs. If there is no such constant, the bound is ∞ and comes with a reason. Some operations jump by a little, as softplus does at its threshold. Then the network is within the audit's `error` of a function with that constant, and certificates subtract this error.
 - A **constrained** layer in eval mode does not exceed its limit.
 - **Estimates** (`lipbound.ESTIMATES`) promise nothing. They are not tested here.
@@ -174,7 +174,7 @@ To repeat one layer, call `random_stack(seed, 64)` in `verify.random_layers` and
 def levels() -> str:
     found, total = runs("levels")
     used = (
-        f"This search is the usual one on devices of the kind {' and '.join(sorted(BY_LEVELS))}."
+        f"lipbound uses this search on devices of the kind {' and '.join(sorted(BY_LEVELS))}, and the search cell by cell on all others."
         if BY_LEVELS
         else "No device uses this search by default."
     )
@@ -182,7 +182,7 @@ def levels() -> str:
 
 **{total.count:,} random layers were searched by levels, with {len(total.violations)} violations.**
 
-The search by levels is written for GPUs: it treats many layers side by side and reads the device once for each level of refinement (`lipbound.bounds.supremum.levels`). The command is `python -m verify campaign --parts levels`. Its brackets are compared with the true value, as above, and with those of the search on a processor. Both brackets contain the same true value, so they must overlap. Half of the seeds use the factorization meant for large matrices on small ones too, and half split the work into several portions. On a GPU, the CUDA graphs are captured with other weights, so that old answers would be noticed. {used}
+The search by levels is written for GPUs: it treats many layers side by side and reads the device once for each *level*, in which all cells are tested and those that remain open are divided (`lipbound.bounds.supremum.levels`). The command is `python -m verify campaign --parts levels`. Its brackets are compared with the true value, as above, and with those of the search cell by cell on a processor. Both brackets contain the same true value, so they must overlap. Half of the seeds use the factorization meant for large matrices on small ones too, and half split the work into several portions. On a GPU, the CUDA graphs are captured with other weights than those tested, so an answer that is left over would be noticed. {used}
 
 {claims(total)}
 
@@ -387,12 +387,12 @@ A third reader attacked batches of certificates and the matrices between the sta
 - A network that mixed the inputs of a batch by less than 1 % got a radius for the class that an input has in its batch, if the rounding of an operation is not bounded. A mixing as small as the rounding was not refused either. Every radius now follows from the logits of each input alone.
 - Upper ends were printed to the nearest digit: 1.00005 as 1. Those in tables, summaries and on the page are rounded up now.
 
-When the [search by levels](#the-search-by-levels) was written, a campaign on an H200 and readers attacked it, before it was used:
+When the [search by levels](#the-search-by-levels) was written, campaigns on an H200 and readers of the code attacked it, before it was used:
 
-- CUDA graphs that are captured on one stream share a workspace of cuBLAS, and overwrite each other's numbers when they run at the same time. Upper ends of a few layers were too small. Every graph has a workspace of its own now.
+- CUDA graphs that are captured on one stream share a workspace of cuBLAS, and overwrite each other's numbers when they run at the same time. The upper ends of a few layers were too small. Every graph has a workspace of its own now.
 - If a CUDA graph had failed to run, old answers would have been read. Every answer now carries a number that is checked. The host also checks that no cell is so large that [its bound](theory.md) does not hold.
-- With this check, the next campaign on the H200 ended in errors instead of wrong bounds. A CUDA graph may use memory in which another one left its results, so results are copied at once now. Graphs whose memory had grown could not be captured again. A search read behind the end of a tensor. The tests on a processor now keep to these rules of CUDA graphs too, and find each of these three faults. After a capture that failed, PyTorch also refused to draw random numbers; it can draw them again now.
-- A reader of the code found that nobody waited for the streams of a search that failed, so that memory could be used twice, and that threads shared streams. A default device and autocast ended a search with an error. Graphs that were captured in inference mode could stop later ones. All of this is mended.
+- The next campaign stopped with errors, and showed three faults: a graph overwrote results of another one before they were read; graphs whose memory had grown could not be captured again; and a search read past the end of a tensor. All three are mended. Tests on a processor keep to the rules of CUDA graphs, and find each of them.
+- After a capture that failed, PyTorch refused to draw random numbers. It can draw them again now.
 - PyTorch's solver for small eigenvalue problems takes about 1 MiB of GPU memory for each of them on an H200. One process took 100 GiB. The solver is given 1,024 of them at once now.
 
 When `constrain` learned to certify all layers of a model in one search, two readers attacked it, before any release:

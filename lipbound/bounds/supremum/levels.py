@@ -55,9 +55,10 @@ _calls = count(1)
 
 
 def release_memory() -> None:
-    """Free the GPU memory that brackets keep for the next call on layers of the same shapes.
+    """Free the GPU memory that ``brackets`` keeps to make later calls faster.
 
-    They keep about 30 % of a GPU's memory at most: CUDA graphs, and the tensors that these use.
+    It keeps CUDA graphs and their tensors, about 30 % of a GPU's memory at most. ``bracket``,
+    ``audit`` and ``constrain`` keep the same ones. The next call captures its graphs anew.
 
     Example:
         >>> release_memory()
