@@ -181,7 +181,7 @@ def test_levels_of_growing_size_find_room(graphs, counts):
     assert work.pool is not None
 
 
-def test_graphs_of_inference_mode_stay_there(graphs):
+def test_graphs_serve_calls_inside_and_outside_of_inference_mode(graphs):
     layer = nn.Conv2d(9, 9, 3).double()
     right = bracket(layer).upper
     for _ in range(3):

@@ -94,13 +94,14 @@ The file of the trained ResNet-18 lacks four of its layers. In ResNet-18, layers
 
 def _about_calls(groups: list[list[Record]]) -> str:
     found = [record for records in groups for record in records]
-    if all("bracket_range" in record for record in found):
-        return "Every call gets new weights (trained ones with 1 % of noise)."
     if not any("bracket_range" in record for record in found):
         return "Every call has the same weights."
+    new = "Every call gets new weights (trained ones with 1 % of noise)"
+    if all("bracket_range" in record for record in found):
+        return f"{new}."
     return (
-        "Every call gets new weights (trained ones with 1 % of noise), except in rows without a range: they were measured earlier, "
-        "with the same weights in every call."
+        f"{new}, except in rows without a range: they were measured earlier, with the same weights "
+        "in every call."
     )
 
 

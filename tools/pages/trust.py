@@ -393,6 +393,7 @@ When the [search by levels](#the-search-by-levels) was written, campaigns on an 
 - If a CUDA graph had failed to run, old answers would have been read. Every answer now carries a number that is checked. The host also checks that no cell is so large that [its bound](theory.md) does not hold.
 - The next campaign stopped with errors, and showed three faults: a graph overwrote results of another one before they were read; graphs whose memory had grown could not be captured again; and a search read past the end of a tensor. All three are mended. Tests on a processor keep to the rules of CUDA graphs, and find each of them.
 - After a capture that failed, PyTorch refused to draw random numbers. It can draw them again now.
+- A reader of the code found that nobody waited for the streams of a search that failed, so that memory could be used twice, and that threads shared streams. A default device and autocast ended a search with an error. Graphs that were captured in inference mode could stop later ones. All of this is mended.
 - PyTorch's solver for small eigenvalue problems takes about 1 MiB of GPU memory for each of them on an H200. One process took 100 GiB. The solver is given 1,024 of them at once now.
 
 When `constrain` learned to certify all layers of a model in one search, two readers attacked it, before any release:
